@@ -101,8 +101,10 @@ def _place(verdict: Verdict) -> tuple[object, ...] | None:
     reported an exception may or may not have ended by then."""
     if verdict.kind not in ("exception", "exited", "mismatch"):
         return None
-    record, code = verdict.status.record, verdict.kind == "exited" and verdict.status.exit_code
-    return failure.kind_of(verdict), verdict.rank, record.step if record is not None else None, code
+    record = verdict.status.record
+    step = record.step if record is not None else None
+    code = verdict.status.exit_code if verdict.kind == "exited" else None
+    return failure.kind_of(verdict), verdict.rank, step, code
 
 
 def limits_of(config: RunConfig) -> Limits:
@@ -142,6 +144,7 @@ def train_supervised(
         verdict = ended.verdict
         if verdict is None:
             return ended.code
+        # Ranks of a run that has lost its folder are not restarted.
         if (reason := folder.why_lost()) is not None:
             lost = folder.lease_lost(reason)
             advice = str(lost.facts["advice"])
@@ -155,6 +158,7 @@ def train_supervised(
             return 1
         step = failure.newest_step(path, seconds=_STORE_SECONDS)
         refused = budget.refuses(verdict, step)
+        # A restart moves the logs; the message has their later place.
         kept = failure.kept_in(path, folder.epoch) if refused is None else logs
         failure.log(describe(ended, logs, kept=kept))
         since = f"step {step}" if step is not None else "the beginning, without a checkpoint"
@@ -432,6 +436,7 @@ def train_rank(
     if mesh.rank == 0 and (warning := disk_warning(config, folder.checkpoints)):
         console.log(f"note: {warning}", "note")
     session = Session(config, mesh, folder, samples, console, stop, schedule)
+    # The run may be at its end already, or past --stop-after.
     done, last, reason = session.done, config.train.steps, session.early_stop.reason
     if done >= last or reason is not None:
         text = preparation.already_trained(folder.path, done, last, reason)

@@ -220,8 +220,8 @@ class PostValidation:
 
     def _is_clean(self, result: StepResult) -> bool:
         """Whether a step is neither clipped nor skipped. Squares only add up, and a rounded sum
-        never falls when a summand grows: a step to clip or skip by a partial sum is one by the
-        whole sum, too."""
+        never falls when a summand grows: if a partial sum requires a clip or a skip, so does the
+        whole sum."""
         clip = self.train.clip
         return not result.skipped and not 0 < clip < result.grad_norm
 

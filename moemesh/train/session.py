@@ -88,8 +88,9 @@ class Session:
         train, plan = config.train, config.plan
         self.config, self.mesh, self.folder, self.samples = config, mesh, folder, samples
         self.console, self.stop = console, stop
-        is_proven = config.model.architecture is None or mesh.world_size == 1
-        if not is_proven and (note := prove(config, mesh)):
+        # Modelling code of transformers on several ranks may compute something else than on one.
+        needs_proof = config.model.architecture is not None and mesh.world_size > 1
+        if needs_proof and (note := prove(config, mesh)):
             console.log(note)
         self.parallel = parallel = construct(config, mesh, schedule)
         tokens = plan.tokens_per_rank(config.data.seq_len, config.data.global_batch)
@@ -102,6 +103,7 @@ class Session:
         self.migration = ExpertMigration(parallel, optimizer, train.rebalance_every, console.log)
         self.nan_policy = NaNPolicy(train, console.log)
         self.early_stop = EarlyStop(train.patience)
+        # Weights: those of a checkpoint, or else of the folders that the run starts from.
         self.done = self.saved = position = 0
         self.last = train.steps
         if (checkpoint := self._restore()) is not None:

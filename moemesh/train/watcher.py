@@ -46,7 +46,7 @@ from moemesh.train.records.run_folder import LOGS, Events, RunFolder
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: Seconds from its start after which a watcher without any rank ends.
 _EMPTY_SECONDS = 60.0
-#: Seconds between the kill of the rank at fault and of the others: torchrun names the first to end.
+#: Seconds from the kill of the rank at fault to the others': a launcher names the first to end.
 _CULPRIT_FIRST_SECONDS = 0.4
 #: Longest time of a report in seconds, stacks included.
 _REPORT_SECONDS = 8.0

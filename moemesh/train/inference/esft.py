@@ -63,10 +63,10 @@ def score_table(
     """The table of a model on these ranks; all ranks call, and all get it."""
     model = config.model
     layers = [layer for layer in model.routed_layers if layer < model.num_layers]
-    number = min(windows.num_samples, request.samples)
+    num_windows = min(windows.num_samples, request.samples)
     digest, size = hashlib.sha256(), config.data.global_batch
     with _summed(parallel, layers) as sums_L2E:
-        for ids in in_batches(number, size, is_silent=parallel.mesh.rank > 0):
+        for ids in in_batches(num_windows, size, is_silent=parallel.mesh.rank > 0):
             digest.update(np.ascontiguousarray(windows.windows(ids)).tobytes())
             parts = config.plan.microbatches
             batches = own_batches(windows, parallel.mesh, ids, parts, seed=config.train.seed)
@@ -87,8 +87,8 @@ def score_table(
         "data": {
             "path": request.data,
             "seq_len": config.data.seq_len,
-            "samples": number,
-            "tokens": number * config.data.seq_len,
+            "samples": num_windows,
+            "tokens": num_windows * config.data.seq_len,
             "sha256": digest.hexdigest(),
         },
         "experts": {str(layer): list(ids) for layer, ids in chosen.items()},
@@ -100,8 +100,8 @@ def score_table(
 
 @contextmanager
 def _summed(parallel: RankModel, layers: Sequence[int]) -> Iterator[Tensor]:
-    """Context in which forwards add up this rank's gate scores ([:, 0]) and numbers of choices
-    ([:, 1]) of each expert in the tensor [L, 2, E] that it returns."""
+    """Context that returns a tensor [L, 2, E], in which forwards add up this rank's gate scores
+    ([:, 0]) and numbers of choices ([:, 1]) of each expert."""
     sums = torch.zeros(
         len(layers), 2, parallel.model.config.num_experts, dtype=torch.float64,
         device=parallel.mesh.device,

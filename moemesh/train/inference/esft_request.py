@@ -18,7 +18,7 @@ DEFAULT_SEQ_LEN = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class EsftRequest:
-    """A model, data of a task, and how experts are chosen by them."""
+    """A model, data of a task, and the rule that chooses the experts of the task."""
 
     source: Annotated[Path, "A run, or a folder of transformers.", "<MODEL>"]
     data: Annotated[str, "Data of the task, as data.path.", "<DATA>"]
@@ -49,10 +49,10 @@ class EsftRequest:
 
     def checked(self, config: RunConfig) -> Self:
         """The request with its defaults. Raises ConfigError for invalid options."""
-        wrong: list[Problem] = []
+        problems: list[Problem] = []
 
         def refuse(option: str, value: object, message: str, fix: str) -> None:
-            wrong.append(Problem.of("out-of-range", option, value, message, fix))
+            problems.append(Problem.of("out-of-range", option, value, message, fix))
 
         experts = config.model.num_experts
         if not experts:
@@ -67,8 +67,8 @@ class EsftRequest:
         if self.experts_per_layer is not None and experts and self.experts_per_layer > experts:
             message = f"a layer has {experts} experts"
             refuse("--experts-per-layer", self.experts_per_layer, message, f"at most {experts}")
-        if wrong:
-            raise ConfigError(wrong)
+        if problems:
+            raise ConfigError(problems)
         request = self
         if self.threshold is None and self.experts_per_layer is None:
             request = replace(request, threshold=DEFAULT_THRESHOLD)

@@ -37,8 +37,9 @@ from moemesh.train.weights.weight_sources import config_of
 
 
 def on_ranks(config: RunConfig, work: Callable[[Mesh], str], *more: str) -> int:
-    """Print the result of `work` on the first rank, unless it is empty; returns the exit code.
-    Starts the ranks of the plan, each with the arguments of this command and `more`, or is one."""
+    """Run `work` on the ranks of the plan, and print its result of the first rank, unless it is
+    empty; returns the exit code. The call starts the ranks, with the arguments of this command and
+    `more`, or, in a started process or with a plan of one rank, runs that rank."""
     if not launch.joined() and config.plan.world_size > 1:
         return launch.launch(config.plan.world_size, [*sys.argv[1:], *more])
     ranks = launch.start(config.train.device, config.train.timeout_seconds, config.train.dtype)
@@ -54,8 +55,8 @@ def on_ranks(config: RunConfig, work: Callable[[Mesh], str], *more: str) -> int:
 
 def load(config: RunConfig, mesh: Mesh, source: Path, *, best: bool = False) -> RankModel:
     """The model of a run's newest checkpoint or its `best` one, or of a folder of transformers or
-    PEFT, on these ranks."""
-    # Weights that cannot be read are found before a model takes memory.
+    PEFT, on the ranks of `mesh`; all ranks call."""
+    # Weights are opened first: those that cannot be read raise before a model takes memory.
     weights: saving.WeightSource
     adapters = state = None
     if (source / CONFIG).exists() or is_adapter_folder(source):
@@ -189,7 +190,7 @@ def open_windows(config: RunConfig) -> Windows:
     (source,) = data.all_sources
     cache = None if data.cache is None else Path(data.cache).expanduser()
     corpora = open_source(source, data, config.model.vocab_size, cache, lambda note: None)
-    # Texts are read on across the ends of documents, conversations one by one as in training.
+    # Windows of a text go over the ends of documents; conversations are read one by one.
     documents = "ignore" if data.documents == "ignore" else "auto"
     windows = Windows(corpora, data.seq_len, documents=documents, long=data.long_conversations)
     if not windows.num_samples and windows.packed[0] is not None:

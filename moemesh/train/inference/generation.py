@@ -45,7 +45,8 @@ Choose = Callable[[Tensor], int]
 
 
 class KeyValueCache(SliceState):
-    """The cache of growing sequences, without autograd.
+    """The cache of growing sequences, without autograd. Suffixes of tensors: B sequences, M heads
+    of keys and values, S positions, D numbers of a head.
 
     When a layer's buffer is full, it is replaced by one of twice the length, so that most tokens
     are appended without a copy of the others.
@@ -55,24 +56,25 @@ class KeyValueCache(SliceState):
     is_last = False
 
     def __init__(self) -> None:
-        #: Layer -> number of positions in its buffers, and the buffers of keys and values.
+        #: Layer -> number of positions that its buffers hold.
         self._length: dict[int, int] = {}
+        #: Layer -> buffers of keys and of values.
         self._room: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all positions, with the new ones appended: views of the buffer."""
         start = self._length.get(layer, 0)
         stop = self._length[layer] = start + key_BMSD.shape[2]
-        both, kept = (key_BMSD, value_BMSD), self._room.get(layer)
-        if kept is None or kept[0].shape[2] < stop:
-            sizes = [(*x.shape[:2], max(stop, 2 * start), x.shape[3]) for x in both]
-            key, value = (x.new_empty(size) for x, size in zip(both, sizes, strict=True))
-            for room, before in zip((key, value), kept or (), strict=False):
-                room[:, :, :start] = before[:, :, :start]
-            kept = self._room[layer] = key, value
-        for room, new in zip(kept, both, strict=True):
-            room[:, :, start:stop] = new
-        key, value = (room[:, :, :stop] for room in kept)
+        new, buffers = (key_BMSD, value_BMSD), self._room.get(layer)
+        if buffers is None or buffers[0].shape[2] < stop:
+            sizes = [(*x.shape[:2], max(stop, 2 * start), x.shape[3]) for x in new]
+            key, value = (x.new_empty(size) for x, size in zip(new, sizes, strict=True))
+            for larger, full in zip((key, value), buffers or (), strict=False):
+                larger[:, :, :start] = full[:, :, :start]
+            buffers = self._room[layer] = key, value
+        for buffer, x in zip(buffers, new, strict=True):
+            buffer[:, :, start:stop] = x
+        key, value = (buffer[:, :, :stop] for buffer in buffers)
         return key, value
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -86,9 +88,9 @@ class KeyValueCache(SliceState):
 
 
 class Continuations:
-    """Sequences of a model in one part that grow together, one token each at every step; all ranks
-    of its plan do the same. Shorter prompts are padded at their beginning: their tokens are a
-    document of their own for attention, and the padding is not routed."""
+    """Sequences that grow together, one token each at every step; all ranks of the plan do the
+    same. The model is in one part, without a pipeline. Shorter prompts are padded at their
+    beginning: for attention the padding is another document, and it is not routed."""
 
     def __init__(
         self,
@@ -129,15 +131,15 @@ class Continuations:
         logits_BV = self.model.logits(whole.slice(length - 1, length, self._cache))
         self._done = length
         chosen = [choose(row) for choose, row in zip(self.choosers, logits_BV, strict=True)]
-        for ids, one in zip(self._ids, chosen, strict=True):
-            ids.append(one)
+        for ids, token in zip(self._ids, chosen, strict=True):
+            ids.append(token)
         return chosen
 
     def keep(self, rows: Sequence[int]) -> None:
         """Continue with these sequences only."""
-        self._ids, self._starts, self.choosers = (
-            [values[row] for row in rows] for values in (self._ids, self._starts, self.choosers)
-        )
+        self._ids = [self._ids[row] for row in rows]
+        self._starts = [self._starts[row] for row in rows]
+        self.choosers = [self.choosers[row] for row in rows]
         self._cache.keep(rows)
 
 
@@ -175,8 +177,8 @@ def chooser(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Choo
 class GrowingText:
     """The text of the tokens of one sequence, until it ends; `log` gets it piece by piece.
 
-    It ends at an id of `stops`, after the text `stop`, or with `max_tokens` tokens. `prompt`: the
-    tokens that the text continues; many decoders drop a blank before the first token.
+    It ends at an id of `stops`, before the text `stop`, or with `max_tokens` tokens. `prompt`: the
+    tokens that the text continues; without them many decoders drop the blank before its first word.
     """
 
     def __init__(
@@ -194,18 +196,19 @@ class GrowingText:
         #: The last tokens of the prompt: enough that the first of the answer keeps its blank and
         #: bytes of one character stay together.
         self._prompt = _end_with_text(prompt, tokenizer)
+        #: Number of characters of these tokens, which the text leaves out.
         self._before = len(tokenizer.decode(self._prompt))
         self.tokens: list[int] = []
         #: Text that `log` has received.
         self._logged = ""
 
     def add(self, token: int) -> bool:
-        """Append a token; returns False at a stop."""
+        """Append a token; returns whether the text continues after it."""
         if token in self.stops:
             return False
         self.tokens.append(token)
         stop, decode = self.stop, self.tokenizer.decode
-        # The last token may have more characters after the stop.
+        # The last n tokens contain a new stop of n characters, perhaps with more after it.
         if stop and stop in decode(self.tokens[-len(stop) :], special=True):
             return False
         # Wait for the rest of a character, and of a possible stop text.
@@ -229,8 +232,8 @@ class GrowingText:
 
 
 def _end_with_text(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """The last tokens of `ids` that have a text by themselves, which begins with a whole character;
-    all of them if that takes many. Each new token is decoded with them."""
+    """The last tokens of `ids`, 16 to 19 of them, such that their text begins with a whole
+    character; all of `ids` if no number does. Each new token is decoded with them."""
     for length in range(16, 20):  # a character has at most four tokens
         if tokenizer.decode(ids[-length:])[:1] not in ("", "\ufffd"):
             return list(ids[-length:])
@@ -252,7 +255,7 @@ def answer_together(
         tokens = growing.step()
         continues = [answer.add(token) for answer, token in zip(open_answers, tokens, strict=True)]
         if not all(continues):
-            growing.keep([place for place, goes in enumerate(continues) if goes])
+            growing.keep([row for row, is_open in enumerate(continues) if is_open])
             open_answers = list(compress(open_answers, continues))
 
 
@@ -332,8 +335,8 @@ class PromptEncoder:
 class AnswerWriter:
     """Writes answers of a loaded `model`: all ranks of `mesh` compute them, the first one prints.
 
-    `new_text` makes the text of an answer, `chooser` the choice of tokens of a seed; `seed` is that
-    of the first prompt."""
+    `new_text` makes the text of an answer; `chooser` returns the choice of tokens for a seed;
+    `seed` is that of the first prompt."""
 
     model: Transformer
     mesh: Mesh
@@ -351,7 +354,8 @@ class AnswerWriter:
     def text_after(
         self, ids: list[int], log: Callable[[str], object] = lambda text: None
     ) -> GrowingText:
-        """The text of an answer: it continues the prompt `ids`, except in a conversation."""
+        """A new text for an answer; it continues that of the prompt `ids`, unless a chat template
+        separates the two."""
         return self.new_text(prompt=() if self.encoder.template else ids, log=log)
 
     def answer(
@@ -473,9 +477,10 @@ def generate(
         batch = 1  # the modelling code's cache has no place for padding
     tokenizer = Tokenizer.open(config.data.tokenizer)
     template = ChatTemplate.open(tokenizer, "--chat needs one") if chat else None
-    prints_notes = not launch.launched()  # else the command has printed them
+    prints_notes = not launch.launched()  # a started rank: the command has printed them
     if prints_notes and template is None and answers_chats(source, config.data.tokenizer):
         to_stderr("note: this run was tuned on conversations: --chat uses their template")
+    # Without a prompt and a file of prompts, the lines of stdin are questions.
     converses = prompt is None and prompts is None
     if converses and (ranks := config.plan.world_size) > 1:
         why = f"the plan has {ranks} ranks, and a conversation is held by one"
@@ -537,5 +542,6 @@ def generate(
         parallel.close()
         return output
 
-    code = on_ranks(config, work, "--temperature", str(temperature))  # one note is enough
+    # With the option, started ranks print no second note on the temperature.
+    code = on_ranks(config, work, "--temperature", str(temperature))
     return code or (2 if errors and prints_notes else 0)

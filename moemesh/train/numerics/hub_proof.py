@@ -2,12 +2,12 @@
 
 The modelling code of transformers is not ours, so its behaviour is tested: forward and backward of
 a small instance run on one device by transformers alone and on all ranks of the plan, in float64.
-A difference of losses or gradients above :data:`MOST` is a refusal.
+A difference of losses or gradients above :data:`MOST` refuses the layout.
 
 The small model is tuned as the run is: with adapters at the same projections, which the one device
-adds to the weights, and with the same patterns of what trains. Where a run trains some experts of a
-layer, every second one trains in the small model, which has fewer. Patterns that leave nothing to
-train there, because they name other layers, are left out.
+adds to the weights, and with the same patterns of what trains. If a run trains some experts of a
+layer, every second expert of the small model trains, which has fewer. If the patterns match nothing
+in the small model, because they name other layers, all of it trains.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
         alone, problem = None, None
         try:
             alone = _alone(config, plan, mesh)
-        except Exception as error:  # of a configuration class or of modelling code
+        except Exception as error:  # transformers' classes may raise anything
             problem = f"{type(error).__name__}: {error}"
-        # Before the first collective of the layout: if a rank has failed, all raise.
+        # If a rank has failed, all raise, before the first collective of the layout.
         for rank, other in enumerate(gather_json(problem, mesh.control)):
             if other is not None:
                 raise ProofError(

@@ -1,10 +1,10 @@
 """Examination of a non-finite step: repeat it, and check every number.
 
-Healthy steps pay nothing: only when the ranks have agreed that a loss or a gradient is not finite
-do they repeat the step's forward and backward, with the same samples and random numbers, and check
-weights, the output of every module, losses, the gradient of every module's input and of every
-weight, each before ranks exchange it, and the sums. The findings of all ranks are put in the order
-of the computation; the first is the origin:
+Healthy steps pay nothing: the ranks repeat the step's forward and backward, with the same samples
+and random numbers, only after they have agreed that a loss or a gradient is not finite. They check
+the weights, the outputs of all modules, the losses, the gradients of all modules' inputs and of all
+weights before these are summed over ranks, and then the sums. The findings of all ranks are put in
+the order of the computation; the first is the origin:
 
     weights  ->  forward, microbatch by microbatch, layer by layer  ->  loss
              ->  backward, from the last layer to the first  ->  sums over ranks
@@ -47,9 +47,9 @@ PHASES = ("weight", "forward", "loss", "backward", "gradient", "sum")
 
 @dataclass(frozen=True, kw_only=True)
 class Nonfinite:
-    """Non-finite numbers on one rank. `place` orders numbers within a layer; ``is_fresh``: the
-    module's inputs are finite; `sequences`: indices in the step, if known, among `num_looked`
-    checked ones."""
+    """Non-finite numbers on one rank. `place`: their position in the order of a layer's
+    computation; ``is_fresh``: the module's inputs are finite; `sequences`: indices in the step, if
+    known, of those concerned among `num_checked` sequences."""
 
     rank: int
     phase: str
@@ -61,7 +61,7 @@ class Nonfinite:
     is_fresh: bool = False
     experts: tuple[int, ...] = ()
     sequences: tuple[int, ...] = ()
-    num_looked: int = 0
+    num_checked: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,11 @@ class NonfiniteOrigin:
     """The origin of a value that is not finite, the same on every rank.
 
     `phase`: one of :data:`PHASES`, or "unrepeated" if the repeated step was finite. `name`: the
-    parameter or module. `ranks`: all that had it first, at the same place. `layer`, `microbatch`
-    and `expert` are None if they do not apply; `samples`: ids in the data of the sequences
-    concerned; `num_alike`: their number if these are all checked sequences, so that no single one
-    is the cause; else 0. `parameters`: those whose gradients were not finite in the step itself.
-    ``is_damage``: other ranks hold finite copies of the same weight.
+    parameter or module. `ranks`: all ranks that had the value at that place. `layer`, `microbatch`
+    and `expert` are None if they do not apply. `samples`: ids in the data of the sequences
+    concerned; `num_alike`: the number of these sequences if all checked ones are concerned, so that
+    no single one is the cause; else 0. `parameters`: those whose gradients were not finite in the
+    step itself. ``is_damage``: other ranks hold finite copies of the same weight.
     """
 
     phase: str
@@ -151,7 +151,7 @@ def origin(
     candidates = [finding for finding in seen if finding.phase == phase]
     if phase == "backward":
         # A backward goes from the last layer to the first: the gradient of a weight of a later
-        # layer, or of an earlier microbatch, comes before it.
+        # layer, or in an earlier microbatch, was computed before the first value of this phase.
         first = min(candidates, key=order)
         before = first.microbatch, -first.layer
         weights = [
@@ -161,24 +161,24 @@ def origin(
             finding for finding in weights if (finding.microbatch, -finding.layer) < before
         ] or candidates
     first = min(candidates, key=lambda value: (order(value), not value.is_fresh, value.rank))
-    place = order(first), first.name, first.is_fresh
+    # The same value on all ranks that had it.
+    key = order(first), first.name, first.is_fresh
     same = [
-        finding
-        for finding in candidates
-        if (order(finding), finding.name, finding.is_fresh) == place
+        finding for finding in candidates if (order(finding), finding.name, finding.is_fresh) == key
     ]
     in_step = first.phase not in ("weight", "sum")
     concerned = [finding for finding in same if finding.sequences]
     if in_step and not concerned:
-        # Rows of experts are tokens of other ranks, which have them in the same layer.
-        where = first.phase, first.microbatch, first.layer
+        # Rows of experts are tokens of other ranks, whose values in the same layer have the
+        # sequences.
+        layer_of = first.phase, first.microbatch, first.layer
         concerned = [
             finding
             for finding in seen
-            if (finding.phase, finding.microbatch, finding.layer) == where
+            if (finding.phase, finding.microbatch, finding.layer) == layer_of
         ]
     sequences = sorted({sequence for finding in concerned for sequence in finding.sequences})
-    are_all = all(len(finding.sequences) == finding.num_looked for finding in concerned)
+    are_all = all(len(finding.sequences) == finding.num_checked for finding in concerned)
     experts = tuple(sorted({expert for finding in same for expert in finding.experts}))
     layer, ranks = layer_in(first.name), tuple(sorted({finding.rank for finding in same}))
     return NonfiniteOrigin(
@@ -201,10 +201,10 @@ def origin(
 def _is_damage(parallel: RankModel, weight: str, rank: int, ranks: tuple[int, ...]) -> bool:
     """Whether other ranks hold finite copies of a weight of `rank`; all ranks call."""
     name = re.sub(r"^optimizer\.[^.]+\.", "", weight)
-    where, data = parallel.placements.get(name), parallel.reducer.data
-    if where is None or data == "zero3" or (name != weight and data != "replicate"):
-        return False  # each rank has a part of its own
-    copies = gather_json(parallel.mesh[where.summed_over].ranks, parallel.mesh.control)
+    placement, data = parallel.placements.get(name), parallel.reducer.data
+    if placement is None or data == "zero3" or (name != weight and data != "replicate"):
+        return False  # no copies: each rank has another part
+    copies = gather_json(parallel.mesh[placement.summed_over].ranks, parallel.mesh.control)
     return not set(copies[rank]) <= set(ranks)
 
 
@@ -225,17 +225,20 @@ class NaNCheck:
     def __init__(self, parallel: RankModel, microbatches: Sequence[Batch]) -> None:
         self._parallel, self.mesh = parallel, parallel.mesh
         self._num_microbatches = len(microbatches)
+        #: (phase, name, microbatch) -> the first value found there.
         self._seen: dict[tuple[object, ...], Nonfinite] = {}
+        #: Sequence -> index of its microbatch.
         self._microbatch_of = {
             sequence: index
             for index, batch in enumerate(microbatches)
             for sequence in batch.sequences_B.tolist()
         }
         self._names = {p: name for name, p in parallel.model.named_parameters()}
-        #: Microbatch of the operation that runs now, or of the gradient that was checked last.
+        #: Microbatch of the running operation, or of the gradient that was checked last.
         self._current = 0
-        #: Context of the forward of each layer now, and that of the last layer that began.
+        #: Layer -> context of its newest forward.
         self._contexts: dict[int, Context] = {}
+        #: Context of the newest forward of any layer.
         self._latest: Context | None = None
         #: Tensors with a hook on their gradient.
         self._watched = WeakTensorKeyDictionary()
@@ -251,7 +254,7 @@ class NaNCheck:
                 (finding for finding in self._seen.values() if finding.phase == phase), key=order
             )
             local += map(asdict, ordered[:_MOST_SENT])
-        tuples = ("experts", "sequences")  # which come as lists from JSON
+        tuples = ("experts", "sequences")  # JSON makes lists of them
         return [
             Nonfinite(**{**values, **{key: tuple(values[key]) for key in tuples}})
             for rank in gather_json(local, self.mesh.control)
@@ -272,8 +275,8 @@ class NaNCheck:
 
     @contextmanager
     def hooked(self) -> Iterator[Pipeline]:
-        """The pipeline to run the step with, while everything in it is checked: the rank's own, or
-        for an asynchronous schedule one that does not update in between."""
+        """Context in which everything that its pipeline computes is checked: the pipeline of the
+        run, or, for an asynchronous schedule, one that does not update between microbatches."""
         pipeline, reducer = self._parallel.pipeline, self._parallel.reducer
         if pipeline.schedule.update is not None:
             pipeline = Pipeline(
@@ -290,7 +293,8 @@ class NaNCheck:
         for name, module in self._parallel.model.named_modules():
             layer = layer_in(name)
             if layer < 0 and re.match(r"norm(\.|$)|ahead_norms\.", name):
-                layer = config.num_layers + config.num_mtp_layers  # before heads: after all layers
+                # Norms before a head come after all layers.
+                layer = config.num_layers + config.num_mtp_layers
             if layer >= 0:
                 handles += self._hooks(name, layer, module)
 
@@ -323,14 +327,16 @@ class NaNCheck:
             if bad_T.any():
                 rows = bad_T.view(num_sequences, -1).any(1)
                 sequences = tuple(batch.sequences_B[rows].tolist())
-                num_looked = int(learns_T.view(num_sequences, -1).any(1).sum())
-                where = {"sequences": sequences, "num_looked": num_looked}
+                num_checked = int(learns_T.view(num_sequences, -1).any(1).sum())
+                where = {"sequences": sequences, "num_checked": num_checked}
                 self._add("loss", "loss", losses_T[bad_T], **where)
         if not is_finite(output.aux):
-            where = {"sequences": tuple(batch.sequences_B.tolist()), "num_looked": num_sequences}
+            where = {"sequences": tuple(batch.sequences_B.tolist()), "num_checked": num_sequences}
             self._add("loss", "auxiliary loss", output.aux, place=1, **where)
 
     def _hooks(self, name: str, layer: int, module: nn.Module) -> Iterator[Any]:
+        """Hook `module`: `begin` hooks the gradients of its inputs, `end` checks its outputs."""
+
         def begin(_: nn.Module, args: tuple[Any, ...], keys: dict[str, Any]) -> None:
             given = (*args, *keys.values())
             for value in given:
@@ -365,12 +371,12 @@ class NaNCheck:
             for x in bad[:1]:
                 # The experts of the non-finite rows, if the module has all rows of local experts.
                 counts_L = getattr(args[0], "counts_L", None) if args else None
-                where = self._parallel.placements.get(f"{name}.gate_up")
-                if isinstance(counts_L, Tensor) and where and int(counts_L.sum()) == len(x):
+                placement = self._parallel.placements.get(f"{name}.gate_up")
+                if isinstance(counts_L, Tensor) and placement and int(counts_L.sum()) == len(x):
                     experts_R = torch.arange(len(counts_L)).repeat_interleave(counts_L.cpu())
                     bad_R = ~torch.isfinite(x).all(1).cpu()
-                    ids = where.experts(self.mesh)  # of local experts
-                    experts = experts or [ids[row] for row in experts_R[bad_R].unique().tolist()]
+                    ids = placement.experts(self.mesh)  # of local experts
+                    experts = experts or [ids[i] for i in experts_R[bad_R].unique().tolist()]
                 self._add(
                     "forward",
                     name,
@@ -402,29 +408,30 @@ class NaNCheck:
         return self._microbatch_of.get(sequence, self._current)
 
     def _check_parameter(self, phase: str, name: str, tensor: Tensor, microbatch: int = 0) -> None:
-        tensor, where = tensor.detach(), self._parallel.placements.get(name)
+        tensor, placement = tensor.detach(), self._parallel.placements.get(name)
         if tensor.untyped_storage().size() < tensor.numel() * tensor.element_size():
             return  # zero3 has freed its memory between steps
         if not tensor.is_floating_point() or is_finite(tensor):
             return
-        places: list[int] = []
-        part = self._parallel.reducer.held.get(name)
-        if where is not None and where.is_expert and tensor.ndim == len(where.shape):
-            places = (~torch.isfinite(tensor.flatten(1)).all(1)).nonzero().flatten().tolist()
-        elif where is not None and where.is_expert and part and len(part.numbers) == tensor.numel():
-            # The flat range of a stack of experts that this rank owns.
-            row = math.prod(len(part) for part in where.slices(self.mesh)[1:])
-            bad = (~torch.isfinite(tensor.flatten())).nonzero().flatten() + part.numbers.start
-            places = (bad // row).unique().tolist()
-        experts = where.experts(self.mesh) if where is not None and places else ()
+        indices: list[int] = []  # of experts in the stack of this rank
+        held = self._parallel.reducer.held.get(name)
+        if placement is not None and placement.is_expert:
+            if tensor.ndim == len(placement.shape):
+                indices = (~torch.isfinite(tensor.flatten(1)).all(1)).nonzero().flatten().tolist()
+            elif held and len(held.numbers) == tensor.numel():
+                # The flat range of the stack that this rank owns.
+                size = math.prod(len(part) for part in placement.slices(self.mesh)[1:])
+                bad = (~torch.isfinite(tensor.flatten())).nonzero().flatten() + held.numbers.start
+                indices = (bad // size).unique().tolist()
+        experts = placement.experts(self.mesh) if placement is not None and indices else ()
         self._add(
             phase,
             name,
             tensor,
             microbatch=microbatch,
             layer=layer_in(name),
-            place=list(self._parallel.placements).index(name) if where is not None else 0,
-            experts=tuple(experts[place] for place in places),
+            place=list(self._parallel.placements).index(name) if placement is not None else 0,
+            experts=tuple(experts[index] for index in indices),
         )
 
     def _add(self, phase: str, name: str, tensor: Tensor, **where: Any) -> None:
@@ -438,14 +445,14 @@ class NaNCheck:
 
 
 def _sequences(context: Context | None, x: Tensor) -> dict[str, Any]:
-    """Sequences of the non-finite rows, and the number of sequences, if rows are this rank's
-    tokens."""
+    """The fields `sequences` and `num_checked` of a value whose rows are this rank's tokens; empty
+    for other rows."""
     if context is None or x.ndim != 2 or len(x) != len(context.token_ids_T):
         return {}
     of_row_T = context.token_ids_T // context.length
     bad_T = ~torch.isfinite(x).all(1)
     sequences = tuple(of_row_T[bad_T].unique().tolist())
-    return {"sequences": sequences, "num_looked": len(of_row_T.unique())}
+    return {"sequences": sequences, "num_checked": len(of_row_T.unique())}
 
 
 def is_finite(x: Tensor) -> bool:
@@ -483,8 +490,8 @@ def examine(
     """Repeat the step of this rank's `microbatches` and find its first non-finite value.
 
     All ranks call. `sample_ids`: those of all sequences of the step; `parameters`: see
-    :class:`NonfiniteOrigin`. The gradients in ``parallel.reducer`` become those of this run;
-    weights, the optimizer and the ledger are unchanged.
+    :class:`NonfiniteOrigin`. The gradients in ``parallel.reducer`` become those of the repeated
+    step; weights, the optimizer and the ledger are unchanged.
     """
     mesh = parallel.mesh
     with mesh.ledger.paused():

@@ -1,8 +1,8 @@
 """The NaN policy of a run: the reaction to a non-finite step, or a loss that jumps.
 
-All ranks decide alike, from reduced numbers, before any of them updates (the stages of an
-asynchronous schedule update by themselves, and each skips its own). ``train.on_nonfinite`` and
-``train.on_spike`` are one of:
+All ranks decide alike, from reduced numbers, before any of them updates. (The stages of an
+asynchronous schedule update at different times, and each skips its own non-finite updates.)
+``train.on_nonfinite`` and ``train.on_spike`` are one of:
 
     alarm     (spikes only) an event; the step counts
     skip      no rank updates; the samples of the step are not trained on
@@ -25,9 +25,9 @@ from moemesh.trace.run import JUMPED
 from moemesh.train.numerics.nan_check import NonfiniteOrigin
 from moemesh.train.step import StepResult
 
-#: Number of last losses for the spread, and for the centre.
+#: Number of the newest losses that give the spread, and the centre.
 WINDOW, CENTRE = 128, 32
-#: Least number of losses for a score.
+#: Number of losses before the first score.
 LEAST = 32
 #: Standard deviation of losses over the median of their absolute differences (:class:`Spikes`).
 _TO_DEVIATION = 1.4826 / math.sqrt(2.0)
@@ -36,7 +36,7 @@ _LEAST_SPREAD = 1e-6
 
 
 class Spikes:
-    """Loss spikes: a robust z-score of each loss against the last ones, (loss - centre) / spread.
+    """Loss spikes: a robust z-score of each loss against those before, (loss - centre) / spread.
 
     The centre is the median of the last :data:`CENTRE` losses. The spread estimates the standard
     deviation s of a loss from the differences of neighbouring losses, on which the slope of a
@@ -106,8 +106,9 @@ class NaNPolicy:
         self._faults: list[tuple[int, bool, int]] = []
         #: `_spiked`: number of consecutive steps with a spike.
         self.skipped = self._spiked = 0
-        #: Origin of the last non-finite step, and the path of the bundle of the first in its row.
+        #: Origin of the last non-finite step.
         self._finding: NonfiniteOrigin | None = None
+        #: Path of the bundle of the first step of the last row of non-finite steps.
         self._bundle: str | None = None
         #: Step of a checkpoint -> number of returns to it.
         self._returns: Counter[int] = Counter()
@@ -147,7 +148,7 @@ class NaNPolicy:
             if jumped:
                 reason = f"the loss of step {step} jumped"
                 continue
-            # Consecutive steps differ in their samples; the first one has the origin.
+            # Consecutive non-finite steps differ in their samples; the first has the origin.
             is_first = in_a_row == 1 or self._finding is None
             self._finding, bundle = examine(step, is_first)
             self._bundle = bundle if is_first else self._bundle

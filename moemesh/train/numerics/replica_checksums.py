@@ -1,12 +1,13 @@
 """Replica checksums: ranks that hold copies of the same weights compare digests of them.
 
-A bit that flips in the memory of one rank shows in no gradient norm and in no loss for a while; the
-copies then drift apart, and a checkpoint holds that of the writing rank. So every
-``train.vote_every`` steps, and before each checkpoint, every rank adds up the bits of each of its
-parameters (one pass over the weights), and one maximum over the ranks of each axis on which
-gradients are summed shows whether the copies are equal. Only if they differ, the digests themselves
-are exchanged: if more than half of the copies are equal, the ranks with other ones are at fault; of
-two copies either may be wrong. Weights of a single rank cannot be compared.
+A bit that flips in the memory of one rank changes gradient norms and losses too little to notice
+for a while; the copies then drift apart, and a checkpoint holds the copy of the rank that writes
+it. So every ``train.vote_every`` steps, and before each checkpoint, every rank adds up the bits of
+each of its parameters (one pass over the weights). A maximum of these digests, over the ranks of
+each axis on which gradients are summed, shows whether the copies are equal. Only if they differ,
+the digests themselves are exchanged: if more than half of the copies are equal, the ranks with
+other copies are at fault; of two copies either may be wrong. Weights of a single rank cannot be
+compared.
 
 The exchange is not part of a plan's prediction and is not entered in the ledger.
 """
@@ -39,8 +40,8 @@ _MOST_NAMED = 4
 
 
 class Mismatch(NamedTuple):
-    """Copies of `parameter` on `ranks` that differ; `culprits`: those that differ from the most
-    common copy, () without one; `majority`: a rank that holds it."""
+    """Copies of `parameter` on `ranks` that differ. `culprits`: ranks whose copy is not that of
+    more than half of them; `majority`: a rank with that copy; () and None if there is none."""
 
     parameter: str
     ranks: tuple[int, ...]
@@ -150,8 +151,8 @@ class ReplicaChecksums:
         self._log(f"step {step}: {text}: the copy of the others is taken", "copies")
 
     def take_majority(self, mismatches: Sequence[Mismatch]) -> bool:
-        """Copy the most common copy of each over the others, with masters and moments if ranks hold
-        all of them; returns whether every mismatch had a majority."""
+        """Copy the most common copy of each parameter over the others, with masters and moments if
+        ranks hold copies of these, too; returns whether every mismatch had a majority."""
         if any(mismatch.majority is None for mismatch in mismatches):
             return False
         rank = self._parallel.mesh["world"].ranks[self._parallel.mesh.rank]

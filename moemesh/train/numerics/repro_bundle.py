@@ -105,7 +105,8 @@ def begin_bundle(
 
 
 def finish_bundle(folder: Path, origin: NonfiniteOrigin, num_updates: int, mesh: Mesh) -> None:
-    """Add the origin, and the number of updates of the weights; all ranks call."""
+    """Add the origin and the number of updates before the step to ``bundle.json``; all ranks
+    call."""
     if mesh.rank == 0:
         body = parse_json((folder / BODY).read_text(encoding="utf-8"))
         body |= {"num_updates": num_updates, "found": origin.facts(), "text": str(origin)}
@@ -114,8 +115,8 @@ def finish_bundle(folder: Path, origin: NonfiniteOrigin, num_updates: int, mesh:
 
 
 class ReproBundle:
-    """A bundle in memory: configuration (with `overrides`), samples (:meth:`arrays` in place of a
-    run's data), and `text`: the origin that the run has found."""
+    """A bundle that was read: its configuration (with `overrides`), its samples (:meth:`arrays`
+    replaces a run's data), and `text`, the origin that the run reported."""
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
         """Raises UserError if `folder` is not a complete bundle."""
@@ -188,7 +189,7 @@ def replay_step(bundle: ReproBundle, mesh: Mesh) -> NonfiniteOrigin:
     assert checkpoint is not None, "a step that is named is opened or refused"
     saving.load_weights(checkpoint, parallel, optimizer)
     if config.lora.is_packed:
-        from moemesh.train.weights.conversion import load_base  # late, as above
+        from moemesh.train.weights.conversion import load_base  # late, as in `replay`
 
         load_base(config, parallel)
     batches = own_batches(

@@ -142,9 +142,9 @@ class Artifacts:
         #: Schedule drawn beside the measured timeline; None: that of one step.
         self.drawn: Schedule | None = None
         self._has_measured_memory = False
-        self._waited = 0.0  # seconds for other ranks, up to the last step
+        self._waited = 0.0  # seconds of waits for other ranks, up to the last step
         self._unigram = 0.0  # loss of the unigram model
-        self._steps = 0  # of this process
+        self._steps = 0  # number of steps in this process
         self._activations: dict[str, int] = {}  # bytes by kind
         #: Peak bytes of older weight versions, and of copies for undoing a step.
         self.weight_versions = self.snapshots = 0
@@ -192,7 +192,8 @@ class Artifacts:
                 where = f"line {cut.first_damaged}" + (", ..." if cut.damaged > 1 else "")
                 text = f"{name}: {cut.damaged} damaged rows ({where}) are left out"
                 self._log(text, "damaged")
-            if cut.missing and (name == ROWS[0] or self.config.model.routed_layers):
+            # A dense model has no rows of loads.
+            if cut.missing and (name == METRICS or self.config.model.routed_layers):
                 self._log(f"{cut.missing}: their rows were lost, the weights are whole", "damaged")
             elif cut.lost:
                 text = f"{name}: steps {cut.lost[0]} to {cut.lost[-1]} have left its sums"

@@ -73,7 +73,7 @@ def open_weights(
     config: RunConfig, log: Callable[[str], None] = lambda note: None
 ) -> HuggingFaceWeights | HubWeights:
     """The folder of transformers that a run starts from. Raises CheckpointError unless it holds
-    exactly the tensors of the run's model. `log` gets notes before it is read."""
+    exactly the tensors of the run's model. `log` gets notes on them, before any tensor is read."""
     assert config.model_path is not None
     if config.model.architecture is not None:
         # Late: transformers takes seconds to import.
@@ -97,9 +97,8 @@ def open_weights(
 def load_base(
     config: RunConfig, parallel: RankModel, state: Mapping[str, object] | None = None
 ) -> str:
-    """Read the weights that checkpoints of a run on a packed base leave out; returns their
-    fingerprint. `state`: that of the checkpoint whose weights they belong to; see
-    :func:`open_base`."""
+    """Read the packed base of a run, which its checkpoints do not hold; returns its fingerprint.
+    `state`: that of the checkpoint that was trained on it; see :func:`open_base`."""
     weights, digest = open_base(config, state)
     saving.load_base(weights, parallel)
     return digest
@@ -108,8 +107,8 @@ def load_base(
 def open_base(
     config: RunConfig, state: Mapping[str, object] | None = None
 ) -> tuple[HuggingFaceWeights | HubWeights, str]:
-    """The folder of a run's packed base, and its fingerprint. Raises CheckpointError for one other
-    than that of the checkpoint with this `state`."""
+    """The folder of a run's packed base, and its fingerprint. Raises CheckpointError if the
+    checkpoint with this `state` was trained on another base."""
     assert config.model_path is not None
     weight_sources.check_folder(Path(config.model_path))
     weights = open_weights(config)
@@ -123,8 +122,8 @@ def open_base(
 
 
 def run_weights(config: RunConfig, checkpoint: Checkpoint) -> Read:
-    """The weights of a run by logical names, from a checkpoint: with a packed base, which it does
-    not hold, the numbers that the run computes with."""
+    """The weights of a run by logical names, from a checkpoint. Those of a packed base come from
+    its folder, rounded to the numbers that the run computes with."""
     saved = checkpoint_weights(checkpoint)
     if not config.lora.is_packed:
         return saved
@@ -132,7 +131,7 @@ def run_weights(config: RunConfig, checkpoint: Checkpoint) -> Read:
     by_name = {tensor.name: tensor for tensor in tensors(config.model, config.plan)}
 
     def read(name: str, box: Sequence[range]) -> Tensor:
-        stack = re.sub(r"\.\d+(\.\w+)$", r"\1", name)
+        stack = re.sub(r"\.\d+(\.\w+)$", r"\1", name)  # name of an expert's weight without its id
         tensor = by_name.get(name) or by_name.get(stack)
         if tensor is None or tensor.trained_rows(config.tuning):
             return saved(name, box)
@@ -185,6 +184,7 @@ def write_adapter(source: Path, out: Path, *, dtype: str | None = None, best: bo
         for tensor in tensors(config.model, config.plan)
         if tensor.trained_rows(config.tuning) and not is_adapter(tensor.name)
     ]
+    # A folder of PEFT can hold whole weights of the ends of a model, but not tied embeddings.
     other = next((name for name in trained if name not in ends), None)
     if config.model.tied_embeddings and other is None:
         other = next((name for name in trained if len(ends[name].shape) > 1), None)
@@ -221,10 +221,10 @@ def convert(
     """Convert `source` (a run, one of its checkpoints, or a folder of transformers) into the new
     folder `out`; returns the format that was written.
 
-    `dtype` of the written weights; default: for a run's export its training dtype, for a new run
-    float32, from folder to folder that of config.json. `like`: a folder of transformers whose
-    config.json, tokenizer and family are used. `expert_layout` in a folder; default: that of
-    transformers. `delta`: tensors that replace those of a folder.
+    `dtype`: that of the written weights (default: for a run's export its training dtype, for a new
+    run float32, from folder to folder that of config.json). `like`: a folder of transformers whose
+    config.json, tokenizer and family are used. `expert_layout`: that of a written folder (default:
+    that of transformers). `delta`: tensors that replace those of a folder.
     """
     to = weight_sources.target_of(source, to, dtype, expert_layout)
     if to == "moemesh":
@@ -375,11 +375,11 @@ def write_trained(source: Path, out: Path, *, dtype: str | None = None, best: bo
     if config.model.architecture is not None:
         from moemesh.train.weights import hub_export  # late: transformers takes seconds to import
 
-        source_of = hub_export.open_source(base)
+        layout = hub_export.open_source(base)
         weights = checkpoint_weights(checkpoint)
-        exported, names = hub_export.export_tensors(weights, source_of, config.tuning.trains, dtype)
+        exported, names = hub_export.export_tensors(weights, layout, config.tuning.trains, dtype)
         folder = WeightFolder(base)
-        description = Description(kind, dtype or source_of.dtype, fingerprint(folder), str(base))
+        description = Description(kind, dtype or layout.dtype, fingerprint(folder), str(base))
         write_delta(out, {name: exported[name] for name in exported if name in names}, description)
         return
     logical = logical_tensors(config.model, kind)
@@ -397,8 +397,8 @@ def apply_delta(
     *,
     on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the folder of transformers `source` with the tensors of the delta in `path`: the same
-    as an export of the run. Raises ConfigError for a delta of another base."""
+    """Write the folder of transformers `source` with the tensors of the delta in `path`, as an
+    export of the run would be. Raises ConfigError for a delta of another base."""
     delta = Delta(path)
     config = load_run([], [f"model.path={source.resolve()}"], {}).config
     base = weight_sources.family_of_run(config), fingerprint(open_weights(config).folder)
@@ -410,7 +410,7 @@ def apply_delta(
 
 
 def write_run(weights: Read, config: RunConfig, out: Path) -> RunFolder:
-    """Write a run of `config` before its first step, without optimizer state. Returns its
+    """Write a run of `config` before its first step, without optimizer state; returns the run
     folder."""
     folder = RunFolder.open(out, "never")
     state: dict[str, Any] = {"step": 0, "position": 0, "moments": [], "updates": 0}
@@ -421,8 +421,8 @@ def write_run(weights: Read, config: RunConfig, out: Path) -> RunFolder:
 
 
 def _opened(source: Path, best: bool) -> tuple[Path, RunConfig, Checkpoint]:
-    """The run of `source`, and its newest checkpoint, or the `best` one, or `source` itself if it
-    is one."""
+    """The folder of a run, its configuration, and a checkpoint: `source` itself if it is one, else
+    the newest or the `best` one of the run `source`."""
     run = source
     if (source / MANIFEST).exists():
         run = source.resolve().parent.parent
@@ -437,6 +437,7 @@ def _opened(source: Path, best: bool) -> tuple[Path, RunConfig, Checkpoint]:
 
 
 def to_stderr(note: str) -> None:
+    """Print a note on stderr, since stdout has the result."""
     print(note, file=sys.stderr, flush=True)
 
 

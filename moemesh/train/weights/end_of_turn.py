@@ -81,8 +81,8 @@ def text_ends(folder: Path) -> list[int]:
 
 
 def _of_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that ``generate`` takes from the `values` of a config.json: those of the text
-    part where the whole model has none."""
+    """The settings that ``generate`` takes from the `values` of a config.json: those of the whole
+    model, then those of its text part."""
     written = {key: value for key, value in values.items() if value is not None}
     text = values.get("text_config")
     return {**text, **written} if isinstance(text, dict) else written
@@ -117,7 +117,8 @@ def end_of_turn(run: Path, config: RunConfig) -> EndOfTurn | None:
 
 
 def put_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
-    """Give the folder `out` this tokenizer, as a folder that ``AutoTokenizer`` reads alike."""
+    """Write this tokenizer into the folder `out`, such that ``AutoTokenizer`` reads the same
+    one."""
     folder, file = tokenizer.folder, tokenizer.file
     if folder is None or file is None:
         return
@@ -179,7 +180,8 @@ def _name_end_of_text(folder: Path, token: str, number: int) -> bool:
         return True
     if any(_TOKEN in template for template in tokenizer.settings.templates.values()):
         return False
-    # A token without an id in the files gets one in the order of the files, first `eos_token`.
+    # Without ids in the files, transformers numbers added tokens in the order of the files, and
+    # `eos_token` comes first. If that changes an id, the second attempt writes all ids.
     ids = {str(id_): flags for id_, flags in tokenizer.added_flags.items()}
     for more in ({}, {"added_tokens_decoder": ids}):
         for name, values in files.items():

@@ -1,7 +1,7 @@
 """Export of a model of transformers' own code: a copy of its source folder with new weights.
 
-Names, dtypes and files are those of the folder that a run started from; the run has a record of
-them. Tensors that did not train, and tensors outside of the model, are copied byte by byte.
+Names, dtypes and files are those of the folder that a run started from; the run folder has a record
+of them. Tensors that did not train, and tensors outside of the model, are copied byte by byte.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def keep_record(weights: HubWeights, folder: RunFolder) -> None:
 
 
 class HubSource(NamedTuple):
-    """The layout of an export: `config` is its ``config.json``, `folder` the folder that it comes
-    from, if that exists."""
+    """The layout of an export. `config`: its ``config.json``; `folder`: the folder that has this
+    layout, None if only the record of a run has it."""
 
     config: bytes
     tensors: HubTensors
@@ -156,6 +156,7 @@ def export(
     config = source.config
     if dtype not in (None, source.dtype):
         values = json.loads(config)
+        # Parts of a model, such as text_config, have a dtype, too.
         inner = [part for part in values.values() if isinstance(part, dict) and "dtype" in part]
         for part in (values, *inner):
             part["dtype"] = dtype

@@ -92,9 +92,10 @@ def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> N
         for name, master in optimizer.masters.items():
             if kind in optimizer.state_names(name):
                 moment = torch.zeros_like(master.data)
-                where, held = parallel.placements[name], parallel.reducer.held[name]
-                parts = list(shards_of(where, held, moment, parallel.mesh, f"optimizer.{kind}."))
-                # Muon, if it wrote them, has the moments of AdamW for some parameters only.
+                placement, held = parallel.placements[name], parallel.reducer.held[name]
+                prefix = f"optimizer.{kind}."
+                parts = list(shards_of(placement, held, moment, parallel.mesh, prefix))
+                # A checkpoint of Muon has the moments of AdamW for some parameters only.
                 if stored.issuperset(part.name for part in parts):
                     moments[kind][name] = moment
                     shards += parts
@@ -109,8 +110,8 @@ class WeightSource(Protocol):
 
 
 def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimizer) -> None:
-    """Start from the weights and buffers of `weights`, with a fresh optimizer; all ranks call, and
-    each reads only what it holds."""
+    """Start from the weights and buffers of `weights`, without moments; all ranks call, and each
+    reads only what it holds."""
     weights.load_into(
         [*owned_shards(parallel, _weights(parallel, optimizer), "model."), *_buffers(parallel)]
     )
@@ -131,9 +132,9 @@ def load_base(weights: WeightSource, parallel: RankModel) -> None:
         placement, owned = parallel.placements[name], reducer.frozen_owned[name].numbers
         *rows, columns = map(len, placement.slices(parallel.mesh))
         size = math.prod(rows) * columns
-        step = max(NF4_NUMBERS_AT_ONCE // columns, 1) * columns  # whole rows
-        for start in range(0, size, step):
-            numbers = range(start, min(start + step, size))
+        piece_size = max(NF4_NUMBERS_AT_ONCE // columns, 1) * columns  # whole rows
+        for start in range(0, size, piece_size):
+            numbers = range(start, min(start + piece_size, size))
             values = torch.empty(len(numbers), dtype=torch.float32, device=stored.device)
             piece = OwnRange(numbers=numbers, is_first=True)
             weights.load_into([*shards_of(placement, piece, values, parallel.mesh, "model.")])
@@ -159,10 +160,9 @@ def _buffers(parallel: RankModel, *, saved: bool = False) -> list[Shard]:
     shards: list[Shard] = []
     for name, buffer in parallel.model.named_buffers():
         module = name.rpartition(".")[0] + "."
-        where = next(
-            where for other, where in parallel.placements.items() if other.startswith(module)
-        )
-        if not saved or where.holders[0] == parallel.mesh["pp"].index:
+        # The parameters of its module are on the pipeline ranks that hold the buffer.
+        placement = next(x for other, x in parallel.placements.items() if other.startswith(module))
+        if not saved or placement.holders[0] == parallel.mesh["pp"].index:
             shards.append(shard_of(f"model.{name}", buffer))
     return shards
 
@@ -172,8 +172,8 @@ _WAITED_SECONDS = 0.5
 
 
 class Checkpoints:
-    """Saves the state of a run while it trains, started between steps; all ranks make one and call
-    its methods together."""
+    """Saves the state of a run while it trains; a save begins between two steps. All ranks make an
+    instance and call its methods together."""
 
     def __init__(
         self,
@@ -198,7 +198,9 @@ class Checkpoints:
             ranks_on_machine=mesh.layout.ranks_per_node or mesh.world_size,
             lost=folder.lost,
         )
-        self._has_logged_why = self._has_saved = self._shows_full = False
+        self._has_logged_why = self._has_saved = False
+        #: Whether the console has reported a full disk since the last checkpoint.
+        self._shows_full = False
 
     def save(
         self,
@@ -209,9 +211,9 @@ class Checkpoints:
         hurries: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin a checkpoint of the present state; a failed save is a warning, and the next one
-        retries. Waits for the previous one, so that their number does not depend on the disk. The
-        `is_last` one is completed: raises CheckpointError on every rank if all attempts fail, or
-        one after `hurries` returns True."""
+        retries. The call first waits for the previous checkpoint, so that the number of checkpoints
+        does not depend on the disk. With `is_last` the call completes the checkpoint: it raises
+        CheckpointError on every rank if all attempts fail, or one after `hurries` returns True."""
         since = time.monotonic()
         before = self.finish(hurry=True)
         waited = time.monotonic() - since

@@ -55,8 +55,9 @@ Written = Literal["run", "folder", "adapter", "delta"]
 
 
 def config_of(source: Path, given: Sequence[str], *, prints_notes: bool = False) -> RunConfig:
-    """The configuration to use the model of `source`: its tokenizer, one device, and the overrides
-    `given` (``plan.tp=2``). Raises ConfigError with all problems."""
+    """The configuration for the use of the model in `source`: with its tokenizer, on one device,
+    unless the overrides `given` (``plan.tp=2``) change that. Raises ConfigError with all
+    problems."""
     if (source / CONFIG).exists() or is_adapter_folder(source):
         resolved = load_run([], [f"model.path={source}", *given])
         config = resolved.config
@@ -74,8 +75,8 @@ def config_of(source: Path, given: Sequence[str], *, prints_notes: bool = False)
 
 
 def local_source(source: Path) -> Path:
-    """A run or a folder; for a name of the Hub its snapshot. Raises ConfigError for a repository
-    that is not available."""
+    """The folder of `source`: for a name of the Hub that of its snapshot, else `source`. Raises
+    ConfigError for a repository that is not available."""
     return local_folder(str(source), "model", "MODEL")
 
 
@@ -145,7 +146,7 @@ def check_headers(config: RunConfig) -> None:
     """Raises a UserError if the weights that a run starts from are damaged or those of another
     model; reads headers only. Missing files are left to :func:`check_folder`."""
     if config.model.architecture is not None:
-        return  # The code of transformers maps tensors to parameters.
+        return  # only the code of transformers, with torch, can map tensors to parameters
     if config.model_path is None or found_by(partial(check_folder, Path(config.model_path))):
         return
     path, given = Path(config.model_path), read_config(Path(config.model_path))
@@ -215,6 +216,7 @@ def written_text(source: Path, out: Path, kind: Written) -> str:
     dtypes = Counter(dtype for dtype, _ in written)
     # An adapter has the tokenizer of its base.
     tokenizer = config_of(out, []).data.tokenizer if kind == "adapter" else str(out)
+    # A source without a configuration is a checkpoint, RUN/checkpoints/step-N.
     run = source if (source / RUN_CONFIG).exists() else source.resolve().parent.parent
     name = shlex.quote(str(out))
     generate = f"moemesh generate {name} --prompt TEXT{' --chat' * answers_chats(run, tokenizer)}"
@@ -285,13 +287,13 @@ def read_recipe(text: str) -> UpcycleRecipe:
             raise refused("--upcycle", text, f"a recipe has no key {key}", fix)
         if key in values:
             raise refused("--upcycle", text, f"{key} is given twice", f"{key}={values[key]}")
-        usual = UpcycleRecipe._field_defaults[key]
-        kind = type(usual)
+        default = UpcycleRecipe._field_defaults[key]
+        kind = type(default)
         try:
             values[key] = kind(value)
         except ValueError:
             message = f"{key} must be {'an integer' if kind is int else 'a number'}, not {value!r}"
-            raise refused("--upcycle", text, message, f"{key}={usual}") from None
+            raise refused("--upcycle", text, message, f"{key}={default}") from None
     recipe = UpcycleRecipe(**values)
     least = {"experts": 2, "k": 1, "every": 1, "noise": 0, "drop": 0, "seed": 0}
     most = {"k": recipe.experts, "drop": 1}
