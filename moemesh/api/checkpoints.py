@@ -192,8 +192,9 @@ class _ProgramState:
         def name_parameters(_: str, node: Any) -> None:
             if isinstance(node, (nn.Module, ParallelModel)):
                 parts = dict(node.state_dict())
-                every = {} if isinstance(node, ParallelModel) else {"remove_duplicate": False}
-                for name, parameter in node.named_parameters(**every):
+                # A tied parameter of a module has several names, and is listed with each.
+                keywords = {} if isinstance(node, ParallelModel) else {"remove_duplicate": False}
+                for name, parameter in node.named_parameters(**keywords):
                     part = store.shard_of(name, parts.get(name, parameter))
                     self.parameters[id(parameter)] = name, part
 
@@ -204,7 +205,7 @@ class _ProgramState:
         into which those of the checkpoint can be read."""
 
         def nested(path: str, node: Any) -> Any:
-            """`node`, a module or an optimizer as a dict of tensors and values by name."""
+            """`node`; if it is a module or an optimizer, its tensors and values by name."""
             if isinstance(node, (nn.Module, ParallelModel)):
                 return dict(node.state_dict())
             if not isinstance(node, torch.optim.Optimizer):

@@ -67,8 +67,8 @@ def train(
 
 
 def overrides_of(config: RunConfig) -> list[str]:
-    """Returns ``section.key=value`` for every key of `config` that has a value, except for derived
-    ones."""
+    """Returns ``section.key=value`` for every key of `config` that has a value, except for keys
+    whose value follows from others."""
     return [
         f"{section}.{key}={format_value(value)}"
         for section, fields in config_values(config).items()

@@ -120,6 +120,7 @@ class MatrixUpdates:
     ) -> None:
         """`dtype`: that of gradients, also on ranks that own nothing."""
         self._axis, self._shards, self._dtype = mesh["stage"], shards, dtype
+        #: Unit -> exchange of its parts between ranks; None before the first call.
         self._exchanges: dict[str, MatrixExchange] | None = None
 
     def __call__(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -130,14 +131,15 @@ class MatrixUpdates:
         update_parts = {part_of(shard): shard.tensor for shard in self._shards(updates)}
         if self._exchanges is None:
             gathered = gather_json(list(direction_parts), self._axis)
-            self._exchanges = exchanges(  # of parts with tuples, which JSON made lists
+            # JSON has made lists of the tuples in a part.
+            self._exchanges = exchanges(
                 [[Part(name, *map(tuple, sizes)) for name, *sizes in parts] for parts in gathered]
             )
         #: Unit -> parts that this rank computes alone: whole matrices, or stacks of them.
         local: dict[str, list[Part]] = {}
         for part in direction_parts:
-            unit = self._exchanges.get(unit_of(part.name))
-            if unit is None or part.name not in unit.owners:
+            exchange = self._exchanges.get(unit_of(part.name))
+            if exchange is None or part.name not in exchange.owners:
                 local.setdefault(unit_of(part.name), []).append(part)
         for unit in sorted(local.keys() | self._exchanges.keys()):
             whole = {part.name: direction_parts[part] for part in local.get(unit, ())}

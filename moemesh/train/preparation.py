@@ -405,6 +405,7 @@ def prepare(request: RunRequest, log: Callable[[str], None] = lambda text: None)
     changes = tuple(folder.changes(resolved_toml(config), request.allowed_changes))
     steps = tuple(candidates(folder.checkpoints))
     is_done = config.train.epochs is None and bool(steps) and steps[0] >= config.train.steps
+    # A run that is done writes no checkpoint, so a full disk does not matter.
     measure_disk = partial(disk_need if is_done else refuse_full_disk, config, folder.checkpoints)
     inputs = [sources.name_of(source) for source in config.data.all_sources]
     inputs += [config.data.validation] if config.data.validation is not None else []

@@ -75,7 +75,7 @@ class ProfiledSteps:
         if self._taken < WARM_UP + PLAIN + self._num_steps:
             return finished
         # Stop the profiler, and write the trace of this rank and its notes.
-        del mesh.ledger.record
+        del mesh.ledger.record  # which hid the method of the class
         self._profile.stop()
         rank, folder = mesh.rank, self._session.folder.path / FOLDER
         folder.mkdir(exist_ok=True)

@@ -158,7 +158,7 @@ class Watcher:
         self, watcher: RankWatcher, verdict: Verdict, statuses: Sequence[RankStatus]
     ) -> None:
         node, error = self._spec.node, verdict.status.error
-        # "run_folder": where the folder is now if it was renamed, None if unknown.
+        # "run_folder": the present path of a renamed run folder; None: unknown, no file is written.
         facts = {} if error is None else error.facts
         path = Path(facts.get("run_folder", self._path) or os.devnull)
         logs = path / LOGS

@@ -62,6 +62,7 @@ def score_table(
 ) -> dict[str, Any]:
     """The table of a model on these ranks; all ranks call, and all get it."""
     model = config.model
+    # Without the extra prediction layers, whose numbers follow those of the model's layers.
     layers = [layer for layer in model.routed_layers if layer < model.num_layers]
     num_windows = min(windows.num_samples, request.samples)
     digest, size = hashlib.sha256(), config.data.global_batch

@@ -168,7 +168,7 @@ def run(config: RunConfig, mesh: Mesh, source: Path, *, best: bool = False) -> E
     loss = total / max(count, 1)
     if not math.isfinite(loss):
         raise UserError(f"the loss of {source} is {loss}: its weights are not all finite numbers")
-    perplexity, data = math.exp(min(loss, 700.0)), config.data
+    perplexity, data = math.exp(min(loss, 700.0)), config.data  # exp(710) overflows
     return Evaluation(loss, perplexity, int(count), data.loss_unit, data.seq_len)
 
 

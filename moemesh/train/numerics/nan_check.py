@@ -257,8 +257,8 @@ class NaNCheck:
         tuples = ("experts", "sequences")  # JSON makes lists of them
         return [
             Nonfinite(**{**values, **{key: tuple(values[key]) for key in tuples}})
-            for rank in gather_json(local, self.mesh.control)
-            for values in rank
+            for findings in gather_json(local, self.mesh.control)
+            for values in findings
         ]
 
     def check_weights(self, optimizer: Optimizer | None) -> None:
@@ -364,9 +364,10 @@ class NaNCheck:
             bad = [x for x in _floats(output) if not is_finite(x)]
             experts, sequences = list[int](), tuple[int, ...]()
             if isinstance(output, Routing) and int(output.fault) != NO_FAULT:
-                code, size = int(output.fault), output.logits_TE.shape[1]
-                experts = [code % size]
-                sequences = (code // size // self._contexts[layer].length,)
+                # The code of a fault is (token id) * (number of experts) + expert.
+                token, expert = divmod(int(output.fault), output.logits_TE.shape[1])
+                experts = [expert]
+                sequences = (token // self._contexts[layer].length,)
                 bad = bad or [output.logits_TE]
             for x in bad[:1]:
                 # The experts of the non-finite rows, if the module has all rows of local experts.
@@ -435,6 +436,7 @@ class NaNCheck:
         )
 
     def _add(self, phase: str, name: str, tensor: Tensor, **where: Any) -> None:
+        """Keep the first value of each phase, name and microbatch; `where`: fields of it."""
         where.setdefault("microbatch", self._current if phase == "loss" else 0)
         key = phase, name, where["microbatch"]
         if key not in self._seen:

@@ -98,8 +98,8 @@ def measure_saved(model: Transformer) -> SavedForBackward:
 
 #: Files from the end of a start that describe its plan: a start with another plan deletes them.
 _OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory", "seconds")
-#: Notes of the summary on a run that ends above the unigram model: one that was short, and others.
-_A_START = (
+#: Notes of the summary on a run that ends above the unigram model: a short run, and a longer one.
+_SHORT = (
     "note: {steps} a start: with more of them (train.steps) the loss falls below that of "
     "the unigram model, which has only the frequency of each token"
 )
@@ -360,9 +360,9 @@ class Artifacts:
         reason, (step, loss) = early_stop.reason, early_stop.best
         notes: list[str] = []
         if not self._validation < self._unigram:  # a loss of NaN included
-            of_start = "1 step is" if steps == 1 else f"{steps} steps are"
-            is_start = steps < LEAST_STEPS and not reason
-            notes.append(_A_START.format(steps=of_start) if is_start else _NOT_LEARNED)
+            subject = "1 step is" if steps == 1 else f"{steps} steps are"
+            is_short = steps < LEAST_STEPS and not reason
+            notes.append(_SHORT.format(steps=subject) if is_short else _NOT_LEARNED)
         if collapse := collapse_text(self._recent):
             notes.append(f"note: {collapse}")
         lowest = [f"lowest validation   {loss:.4f} {unit}, step {step}"] if early_stop.since else []

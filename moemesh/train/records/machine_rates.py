@@ -56,6 +56,7 @@ def measure_rates(config: RunConfig, mesh: Mesh) -> dict[str, float]:
         barrier(mesh.control)
         rates = _pass_rates(small_run(config))
         streamed = torch.zeros(_STREAMED)
+        # Bytes/s: each number of 4 bytes is read and written.
         rates[MEMORY] = 2 * 4 * _STREAMED / _seconds(lambda: streamed.add_(1.0))
         #: Ranks of an axis -> seconds of an operation, bytes/s.
         measured: dict[tuple[int, ...], tuple[float, float]] = {}

@@ -71,10 +71,11 @@ def record_start(
     directory = Path.cwd()
     git = git_state(directory)
     if text := git.pop("text", ""):
+        # The file of an earlier start with the same diff, or a new one.
         of_starts = (start.get("git") or {} for start in starts)
         same = (old for old in of_starts if old.get("diff_sha256") == git["diff_sha256"])
         git["diff"] = next(filter(None, (old.get("diff") for old in same)), None)
-        if git["diff"] is None:  # no earlier start has written it
+        if git["diff"] is None:
             git["diff"] = "diff.patch" if number == 1 else f"diff-{number}.patch"
             folder.write_text(git["diff"], text)
     ranks: dict[str, list[int]] = {}
@@ -116,7 +117,8 @@ def record_end(folder: RunFolder, last_step: int) -> None:
 
 
 def record_return(folder: RunFolder, step: int) -> None:
-    """Record that the newest start returned to `step` and repeats the later steps. Rank 0 calls."""
+    """Record a return of the newest start to `step`: if that is before its first step, the start
+    now begins after `step`. Rank 0 calls. Write errors are ignored: the run continues."""
     if (starts := read_starts(folder.path)) and int(starts[-1]["first_step"]) > step + 1:
         starts[-1]["first_step"] = step + 1
         with suppress(OSError):

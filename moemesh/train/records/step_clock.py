@@ -56,6 +56,8 @@ class StepClock:
         progress.on_wait(self._waited)
 
     def _watch(self, module: nn.Module, part: str) -> None:
+        """Mark `part` from the begin to the end of the module's forward, and from the gradient of
+        its output to that of its input."""
         self._expected.add(part)
         module.register_forward_pre_hook(partial(self._begin, part))
         module.register_forward_hook(partial(self._end, part))
@@ -112,6 +114,7 @@ class StepClock:
             together = sum(end - start for start, end in passes) - waited
             sums = defaultdict(float, {k: v for k, v in sums.items() if k not in parts.PASSES})
             sums[parts.TOGETHER] = together
+        # The rest is what the other parts leave of the step.
         sums[parts.REST] = 0.0
         sums[parts.REST] = max(seconds - sum(sums.values()), 0.0)
         for part, start, end in sorted(waits, key=lambda wait: wait[1] - wait[2])[:_MAX_WAITS]:

@@ -251,6 +251,7 @@ def target_of(
         to = "moemesh" if is_huggingface and expert_layout is None else "huggingface"
     if to == "moemesh" and expert_layout is not None:
         raise refused("--expert-layout", expert_layout, "runs have one layout", "leave it out")
+    # An unchanged format is refused, unless a folder gets another layout of experts or dtype.
     if is_huggingface == (to == "huggingface") and not (is_huggingface and changes):
         fix = "--expert-layout or --dtype for another folder of transformers"
         raise refused("--to", to, f"{source} is in this format already", fix)
