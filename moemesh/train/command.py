@@ -209,6 +209,7 @@ def train(
     config, path = request.config, request.path
     if config.plan.world_size > 1 and _on_cpu(config):
         launch.refuse_interfaces()
+    # A rank: of a command that has made all checks, or of torchrun.
     if launch.joined():
         if launch.launched():
             folder = RunFolder.inspect(path, None, config.train.checkpoint_folder)
@@ -217,6 +218,7 @@ def train(
             raise ConfigError(problems)
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
         return _rank(request, config, is_last=in_this_process)
+    # The process of the user.
     prepared = prepared or prepare(request, _say_once)
     shares, ranks = launch.shares_devices(), config.plan.world_size
     cuda.check(config.train.device, ranks, config.train.dtype, shares=shares)
@@ -247,7 +249,7 @@ def open_samples(config: RunConfig, path: Path) -> Samples:
         vocab_size=config.model.vocab_size,
         cache=cache_beside(path),
         log=_say_once,
-        log_progress=lambda text: _say_once(text, rank=0),
+        log_progress=lambda text: _say_once(text, rank=0),  # of one process, which has any rank
     )
 
 
@@ -264,8 +266,8 @@ def with_steps(config: RunConfig, samples: Samples) -> RunConfig:
 
 
 def _say_once(text: str, rank: int | None = None) -> None:
-    """Print a line before the run starts: on `rank` 0 (default: the rank of this process), and not
-    if the launcher has printed it."""
+    """Print a line before the run starts, if `rank` (default: that of this process) is 0 and no
+    launcher has printed it."""
     if not launch.launched() and (launch.own_rank() if rank is None else rank) == 0:
         with suppress(OSError, ValueError):
             print(text, flush=True)
@@ -286,10 +288,10 @@ def _open_folder(request: RunRequest, config: RunConfig, samples: Samples) -> Ru
         moves_decay = change.key == "train.steps" and "lr_schedule" not in old
         if moves_decay and isinstance(change.old, int):
             done = max(folder.saved_steps(), default=0)
-            shorter = config.train.model_copy(
+            past = config.train.model_copy(
                 update={key: old[key] for key in type(config.train).model_fields if key in old}
             )
-            before = shorter.learning_rate(done)
+            before = past.learning_rate(done)
             after = config.train.learning_rate(done + 1)
             if done and not math.isclose(before, after, rel_tol=0.05):
                 print(

@@ -152,7 +152,7 @@ class Console:
 
     @contextmanager
     def training(self, done: int, total: int) -> Iterator[None]:
-        """Show progress from step `done` of `total` while inside."""
+        """Context that shows progress from step `done` to `total`."""
         self._progress = Progress(done, total, self._log_every)
         if not self._terminal:
             yield

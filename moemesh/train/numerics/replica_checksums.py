@@ -92,10 +92,10 @@ class ReplicaChecksums:
         self._parallel, self._optimizer, self._train, self._log = parallel, optimizer, train, log
         copies: dict[str, dict[str, Tensor]] = {axis: {} for axis in _AXES}
         for name, parameter in parallel.model.named_parameters():
-            where = parallel.placements[name]
+            placement = parallel.placements[name]
             if parallel.reducer.data != "zero3" and parameter.numel():
-                copies[where.summed_over][name] = parameter
-                if len(where.holders) > 1:
+                copies[placement.summed_over][name] = parameter
+                if len(placement.holders) > 1:
                     copies["mirror"][name] = parameter
         copies["stage"] |= dict(parallel.model.named_buffers())
         #: Axis -> tensors of which its ranks hold copies, in the order of the model.
@@ -111,22 +111,22 @@ class ReplicaChecksums:
                 axis = self._parallel.mesh[axis_name]
                 sums = torch.stack([digest(tensor) for tensor in held.values()])
                 # Copies are equal if the maximum of x is its minimum, which is ~(maximum of ~x).
-                ends = torch.stack([sums, ~sums])
-                all_reduce_(ends, axis, op="max", caller="vote", phase="control")
-                unequal = (ends[0] != ~ends[1]).nonzero().flatten().tolist()
+                maxima = torch.stack([sums, ~sums])
+                all_reduce_(maxima, axis, op="max", caller="vote", phase="control")
+                unequal = (maxima[0] != ~maxima[1]).nonzero().flatten().tolist()
                 if not unequal:
                     continue
-                of_ranks = gather_json([int(sums[index]) for index in unequal], axis)
+                by_rank = gather_json([int(sums[index]) for index in unequal], axis)
                 names = list(held)
-                for index, digests in zip(unequal, zip(*of_ranks, strict=True), strict=True):
+                for index, digests in zip(unequal, zip(*by_rank, strict=True), strict=True):
                     common, votes = Counter(digests).most_common(1)[0]
-                    odd, majority = (), None
+                    culprits, majority = (), None
                     if 2 * votes > axis.size:
-                        odd = tuple(
+                        culprits = tuple(
                             r for r, sum_ in zip(axis.ranks, digests, strict=True) if sum_ != common
                         )
                         majority = axis.ranks[digests.index(common)]
-                    local.append(Mismatch(names[index], axis.ranks, odd, majority))
+                    local.append(Mismatch(names[index], axis.ranks, culprits, majority))
         reports = gather_json([list(mismatch) for mismatch in local], self._parallel.mesh.control)
         unique = {
             (name, tuple(ranks)): Mismatch(name, tuple(ranks), tuple(culprits), majority)
@@ -140,6 +140,7 @@ class ReplicaChecksums:
         on all ranks, if copies differ, unless ``train.on_mismatch`` is majority and there is a
         majority."""
         every, step = self._train.vote_every, boundary.number
+        # Some schedules reach a boundary only after several steps: is one of these a multiple?
         if not every or not (boundary.saves or step // every > boundary.began // every):
             return
         progress.phase(CHECK)

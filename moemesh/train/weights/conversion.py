@@ -284,8 +284,8 @@ def convert(
                 model = export.exported(model.with_lora(NO_ADAPTERS))
                 weights = equivalent(weights, config.model, model)
         _write(weights, model, out, dtype, expert_layout, origin, delta, on_file)
-    # The tokenizer of the run, or that of adapters which have one, unless `like` has one; that of a
-    # run on conversations stops at the end of a turn.
+    # The folder gets the tokenizer of the run, or that of adapters which have one, unless `like`
+    # has one. After a run on conversations, generation also stops at the end of a turn.
     if like is None and (run is not None or config.data.tokenizer == str(source.resolve())):
         try:
             put_tokenizer(out, Tokenizer.open(config.data.tokenizer))
@@ -312,7 +312,7 @@ def _write(
     if origin is None:
         kind = export.family_or_refusal(model)
         values = export.config_json(model, kind, dtype)
-        # Not the defaults of the family's class, which are ids of another tokenizer.
+        # Unset: the defaults of the family's class are ids of another tokenizer.
         values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     else:
         theirs = read_config(origin)
