@@ -243,9 +243,10 @@ def test_settings_that_generate_does_not_apply(tmp_path: Path) -> None:
     usual = transformers.GenerationConfig(eos_token_id=2, repetition_penalty=1.0, num_beams=1)
     usual.save_pretrained(tmp_path)
     assert unapplied_settings(tmp_path) == []
-    changed = transformers.GenerationConfig(repetition_penalty=1.05, suppress_tokens=[3])
+    changes: dict[str, Any] = {"repetition_penalty": 1.05, "suppress_tokens": [3]}
+    changed = transformers.GenerationConfig(do_sample=True, **changes)
     changed.save_pretrained(tmp_path)
-    assert unapplied_settings(tmp_path) == ["repetition_penalty", "suppress_tokens"]
+    assert unapplied_settings(tmp_path) == ["do_sample", *changes]
 
 
 @pytest.mark.parametrize("name", ["words", "words/tokenizer.json", "words.json"])

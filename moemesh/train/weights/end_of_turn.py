@@ -95,7 +95,9 @@ def unapplied_settings(folder: Path) -> list[str]:
         settings = settings_of(folder / GENERATION)
     else:
         settings = _of_config(settings_of(folder / CONFIG))
-    return [key for key in _UNAPPLIED if settings.get(key) not in (None, False, 0, 1, [], {})]
+    given = {key: settings.get(key) for key in _UNAPPLIED}
+    # The numbers that change nothing; true, which Python takes for 1, does change something.
+    return [k for k, v in given.items() if v is True or v not in (None, False, 0, 1, [], {})]
 
 
 def end_of_turn(run: Path, config: RunConfig) -> EndOfTurn | None:
