@@ -2,7 +2,7 @@
 
 Legend: B sequences, S positions, T = B*S tokens, H hidden, D head size, R rotated channels of it, V
 size of a value head; P query latent, L key/value latent; of this rank's shard: N query heads, M
-key/value heads, G = N/M query heads per key/value head, A attention width.
+key/value heads, G = N/M query heads per key/value head, A total width of heads.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ class AttentionBlock(AdaptedModule):
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.layer, self.config = layer, config
-        #: Keys that a query sees, its own included (0: all before it); factor of the scores.
-        self.window, self.scale = config.window(layer), config.attention_scale
+        #: Number of keys that a query sees, its own included; 0: all up to its position.
+        self.window = config.window(layer)
+        #: Factor of the scores.
+        self.scale = config.attention_scale
         self.boundary = Boundary()
         self.key_values = KeyValues()
         self.memory = Memory()
@@ -177,7 +179,8 @@ class LatentAttention(AttentionBlock):
         down_TL = plus(linear(x_TH, self.weight("key_value_down")), self.key_value_down_bias)
         latent_TL, key_TR = down_TL.split([latent, rotary], dim=1)
         latent_TL = self.key_value_latent_norm(latent_TL)
-        # Latents enter the block, not the stream: they are narrower, and no rank repeats a product.
+        # Ranks gather latents, not the residual stream: they are narrower, and each token is
+        # projected on one rank only.
         if config.q_lora_rank:
             query_TP = plus(linear(x_TH, self.weight("query_down")), self.query_down_bias)
             sizes = [config.q_lora_rank, latent, rotary]

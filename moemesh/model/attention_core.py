@@ -95,13 +95,13 @@ class _Triangle(torch.autograd.Function):
 
 
 class AttentionPass(Protocol):
-    """Attention of a rank's queries to all keys that they see, without sinks and autograd."""
+    """Attention of a rank's queries over all keys that they see, without sinks or autograd."""
 
     def forward(self, qkv: Qkv) -> Partial: ...
 
     def backward(self, gradient_BNSD: Tensor, whole: Partial, qkv: Qkv) -> Gradients:
-        """Gradients of the inputs. `whole`: output and log-sum-exp, sinks included, with the
-        gradient `gradient_BNSD`."""
+        """Gradients of `qkv`. `whole`: the output, whose gradient is `gradient_BNSD`, and the
+        log-sum-exp, both with sinks."""
         ...
 
 
@@ -149,9 +149,9 @@ class _Attention(torch.autograd.Function):
         qkv = query_BNSD, key_BMCD, value_BMCD
         y_BNSD, lse_BNS = attention_pass.forward(qkv)
         if sinks_N is not None:
-            own_BNS = lse_BNS
-            lse_BNS = torch.logaddexp(own_BNS, sinks_N.to(own_BNS.dtype)[:, None])
-            y_BNSD = y_BNSD * torch.exp(own_BNS - lse_BNS)[..., None]
+            keys_lse_BNS = lse_BNS
+            lse_BNS = torch.logaddexp(keys_lse_BNS, sinks_N.to(keys_lse_BNS.dtype)[:, None])
+            y_BNSD = y_BNSD * torch.exp(keys_lse_BNS - lse_BNS)[..., None]
         # The heads of a token are contiguous: the output projection reads them without a copy.
         y_BNSD = y_BNSD.transpose(1, 2).to(query_BNSD.dtype).contiguous().transpose(1, 2)
         ctx.save_for_backward(*qkv, sinks_N, y_BNSD, lse_BNS)
@@ -169,14 +169,14 @@ class _Attention(torch.autograd.Function):
         by_sinks = None
         if sinks_N is not None:
             weight_BNS = torch.exp(sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS)
-            mean_BNS = (gradient_BNSD.to(lse_BNS.dtype) * y_BNSD).sum(-1)
-            by_sinks = -(weight_BNS * mean_BNS).sum((0, 2)).to(sinks_N.dtype)
+            dot_BNS = (gradient_BNSD.to(lse_BNS.dtype) * y_BNSD).sum(-1)
+            by_sinks = -(weight_BNS * dot_BNS).sum((0, 2)).to(sinks_N.dtype)
         gradients = (x.to(like.dtype) for x, like in zip(by_qkv, qkv, strict=True))
         return *gradients, by_sinks, None
 
 
 def attend_to(qkv: Qkv, visible: Visibility, *, scale: float) -> Partial:
-    """Attention over these keys, without gradient, to be merged with that over other keys."""
+    """Attention over the keys of `qkv`, without autograd; :func:`merge` joins several of these."""
     query_BNSD, key_BMCD, value_BMCD = qkv
     value_size = value_BMCD.shape[-1]
     total = nothing_seen(query_BNSD, value_size)
@@ -193,11 +193,11 @@ def attend_to(qkv: Qkv, visible: Visibility, *, scale: float) -> Partial:
             for tile in tiles
         ]
         if parts:
-            whole = parts[0]
+            merged = parts[0]
             for part in parts[1:]:
-                whole = merge(whole, part)
-            total.y_BNSD[:, :, rows] = whole.y_BNSD[..., :value_size]
-            total.lse_BNS[:, :, rows] = whole.lse_BNS
+                merged = merge(merged, part)
+            total.y_BNSD[:, :, rows] = merged.y_BNSD[..., :value_size]
+            total.lse_BNS[:, :, rows] = merged.lse_BNS
     return total
 
 
@@ -209,9 +209,9 @@ def gradients_of(
     *,
     scale: float,
 ) -> Gradients:
-    """Gradients of queries, keys and values through these keys, in fp32 or fp64; those of queries
-    are to be added to others'. `whole`: output and log-sum-exp over all keys (and sinks), with the
-    gradient `gradient_BNSD`."""
+    """Gradients of `qkv` from attention over these keys, fp32 or fp64; the caller adds up those of
+    the queries over all sets of keys. `whole`: the output over all keys (and sinks), whose gradient
+    is `gradient_BNSD`, and the log-sum-exp."""
     query_BNSD, key_BMCD, value_BMCD = qkv
     value_size = value_BMCD.shape[-1]
     value_BMCD = _padded(value_BMCD, query_BNSD)
@@ -249,7 +249,7 @@ class _Tile(NamedTuple):
     """A block of neighbouring queries and keys. Each query sees all of the keys, unless `causal`
     (a square on the diagonal) or `masked`."""
 
-    #: Slice of this rank's keys, and their positions.
+    #: Indices of the keys among this rank's, and their positions in the sequence.
     keys: slice
     positions: range
     queries: range
@@ -265,8 +265,8 @@ def _plan(visible: Visibility, *, fused: bool) -> Iterator[tuple[slice, list[_Ti
     kernel, tiles without a mask may have any size."""
     for place, queries in _places(visible.queries):
         if visible.is_triangle and fused:
-            # Rectangles and triangles of keys. Queries are cut at the ends of runs of keys: none of
-            # the parts is on both sides of an end.
+            # Queries are cut where a run of keys begins or ends. Then a run before a part is a
+            # rectangle, and the run that contains the part adds a triangle on the diagonal.
             ends = {end for run in visible.keys for end in (run.start, run.stop) if end in queries}
             for start, stop in pairwise(sorted({queries.start, queries.stop, *ends})):
                 part, tiles = range(start, stop), list[_Tile]()

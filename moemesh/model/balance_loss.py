@@ -1,6 +1,6 @@
 """Auxiliary losses of the router: load balance and z-loss, each a mean over a scope's tokens.
 
-Legend: T tokens of this rank, E experts, Q scopes of these tokens.
+Legend: T tokens of this rank, K slots per token, E experts, Q scopes of these tokens.
 
 A scope is a set of tokens: one sequence, one microbatch of one data-parallel rank, or one
 microbatch of all ranks ("global"). With V valid tokens in it, counts c and probabilities p:
@@ -95,18 +95,18 @@ def layer_sums(
     scope_T, probabilities_TE = context.sequence_T, routing.probabilities_TE
     if config.aux_loss_scope != "sequence":
         scope_T = torch.zeros_like(scope_T)
-    size, _ = shape_of_sums(config, context.num_sequences)
-    squares_Q = probabilities_TE.new_zeros(size)
+    num_scopes, _ = shape_of_sums(config, context.num_sequences)
+    squares_Q = probabilities_TE.new_zeros(num_scopes)
     if config.z_loss_coefficient:
         square_T = routing.logits_TE.logsumexp(1).square()
         if context.valid_T is not None:
             square_T = square_T.masked_fill(~context.valid_T, 0.0)
-        squares_Q = _sum_by_scope(square_T[:, None], scope_T, size).squeeze(1)
+        squares_Q = _sum_by_scope(square_T[:, None], scope_T, num_scopes).squeeze(1)
     key_TK = _keys(routing.preferred_TK, scope_T, config.num_experts)
-    counts_QE = count_ids(key_TK.flatten(), size * config.num_experts)
-    counts_QE = counts_QE.view(size, config.num_experts)
-    sums = ScopeSums(counts_QE, _sum_by_scope(probabilities_TE, scope_T, size), squares_Q)
-    return context.slices.total(layer, sums)
+    counts_QE = count_ids(key_TK.flatten(), num_scopes * config.num_experts)
+    counts_QE = counts_QE.view(num_scopes, config.num_experts)
+    probabilities_QE = _sum_by_scope(probabilities_TE, scope_T, num_scopes)
+    return context.slices.total(layer, ScopeSums(counts_QE, probabilities_QE, squares_Q))
 
 
 def loss_of(sums: ScopeSums, config: ModelConfig, context: Context, tokens: Tokens) -> Tensor:
@@ -132,7 +132,7 @@ def _keys(experts_TK: Tensor, scope_T: Tensor, num_experts: int) -> Tensor:
 def _sum_by_scope(probabilities_TE: Tensor, scope_T: Tensor, num_scopes: int) -> Tensor:
     """Probabilities [T, E] (0 for padding) added up in each scope, [Q, E]."""
     if probabilities_TE.device.type != "cpu":
-        # index_add would add in another order each time: its additions are atomic there.
+        # On a GPU the atomic additions of index_add have another order in every call.
         is_in_QT = scope_T == torch.arange(num_scopes, device=scope_T.device)[:, None]
         return is_in_QT.to(probabilities_TE.dtype) @ probabilities_TE
     zeros_QE = probabilities_TE.new_zeros(num_scopes, probabilities_TE.shape[1])

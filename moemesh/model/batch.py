@@ -19,9 +19,9 @@ from moemesh.ops.host_copy import upload
 
 class Ahead(NamedTuple):
     """A microbatch for an extra prediction layer, shifted by `depth` tokens; all [B, S]. At
-    position s: the input token s + depth, and the target, the token after it. ``valid_BS`` is False
-    at padding, and where the sequence ends before the input token; ``loss_BS`` also where it ends
-    before the target."""
+    position s, ``tokens_BS`` has token s + depth, and ``targets_BS`` the token after it.
+    ``valid_BS``: whether the document of position s contains the input token (None: everywhere);
+    ``loss_BS``: whether the target carries loss for position s."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
@@ -37,9 +37,10 @@ class Batch:
     ``sequence * S + position`` in every layout. Two different masks: ``valid_BS`` (False = padding,
     never routed) and ``loss_mask_BS`` (False = carries no loss). None means all True.
 
-    ``seed`` and ``step`` key the random numbers of a training forward; without ``training`` there
-    are none. ``experts`` replays a routing: global layer index -> experts [B*S, K] (int64, -1 =
-    none), in place of the router's choice; the weights still come from the router.
+    ``seed`` and ``step`` determine the random numbers of a training forward; an evaluation
+    (``training = False``) draws none. ``experts``: a routing to replay, global layer index ->
+    experts [B*S, K] (int64, -1 = none), in place of the router's choice; the weights still come
+    from the router.
 
     ``documents_BS`` numbers the documents that are packed in a sequence: the numbers of neighbours
     differ at the start of a document. Attention does not cross documents, and rotary positions
@@ -68,7 +69,7 @@ class Batch:
     on_host: Batch | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """A copy of this CPU batch on `device`, without a wait; it refers to this one."""
+        """A copy of this CPU batch on `device`, not waited for; its ``on_host`` is this batch."""
         if device.type == "cpu":
             return self
         tensors = {
@@ -178,7 +179,8 @@ class Context:
     ``token_ids_T`` describe those rows, as do ``experts`` and ``slices`` (see :class:`Batch`).
     ``visible``: the keys that each query sees, those of earlier slices included. ``tables`` of
     rotary positions [S, 1, R], or [B, S, 1, R] if positions restart in documents; None without
-    attention. ``length``: of whole sequences. ``flow``: recomputation and cuts of the graph.
+    attention. ``length``: positions of a whole sequence. ``flow``: recomputation and cuts of the
+    graph.
     """
 
     num_sequences: int
@@ -219,12 +221,12 @@ def make_context(
     runs = (range(length),) if batch.runs is None else batch.runs
     positions_S = position_ids(runs, device)
     starts_BL = host_starts_BL = None
-    rotary = positions_S
+    rotary_positions = positions_S
     if batch.documents_BS is not None:
         starts_BL = document_starts(batch.documents_BS)
         if batch.on_host is not None and batch.on_host.documents_BS is not None:
             host_starts_BL = document_starts(batch.on_host.documents_BS)
-        rotary = positions_S - starts_BL[:, positions_S]
+        rotary_positions = positions_S - starts_BL[:, positions_S]
     # With slices, the keys of all earlier positions are cached.
     keys = runs if batch.slices is NO_SLICES else (range(runs[-1].stop),)
     rows_T = torch.arange(local.start, local.stop, device=device)
@@ -255,7 +257,7 @@ def make_context(
         experts=experts,
         slices=batch.slices,
         flow=flow,
-        tables=rotary_tables(config, rotary),
+        tables=rotary_tables(config, rotary_positions),
     )
 
 

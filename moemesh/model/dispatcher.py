@@ -11,7 +11,7 @@ H hidden. Dispatchers do not inherit from one another; all pass one shared test.
 
 dispatch and combine start an exchange, and return a :class:`~moemesh.ops.pending.Pending` that
 waits for it. The backward of dispatch is a combine with the same plan, that of combine a dispatch.
-Rows of an expert ascend by owner and token.
+Rows of an expert ascend by owner (the rank of the row's token), then by token.
 Any T >= 0, any number of -1 per token and R = 0 are legal; the same collectives run in all cases.
 """
 
@@ -64,8 +64,9 @@ class DispatchedRows(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """See the table above. The type of a plan is private to the dispatcher. A dispatcher defines
-    `plan`, or `plan_chunks` if it makes the plans of all chunks with one exchange and one wait."""
+    """The contract in the module's table. The type of a plan is private to the dispatcher. A
+    dispatcher defines `plan`, or `plan_chunks` if it makes the plans of all chunks with one
+    exchange and one wait."""
 
     def plan(self, experts_TK: Tensor) -> Any:
         return self.plan_chunks([experts_TK])[0]
@@ -90,7 +91,7 @@ class Dispatcher(Protocol):
 class LocalRows(NamedTuple):
     """The :class:`ExpertRows` of a layer whose experts are all local. :meth:`compute` also picks
     the rows' weights and sums the rows of each token: the layer after its router is one node of
-    autograd. ``map`` is that of the ``slots``."""
+    autograd. ``map`` is ``slots.tokens``."""
 
     x_TH: Tensor
     map: RowMap

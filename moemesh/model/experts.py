@@ -21,10 +21,10 @@ from moemesh.ops.swiglu import PLAIN, SwigluForm
 
 class Experts(AdaptedModule):
     """``gate_up`` [L, 2, F, H] and ``down`` [L, H, F]; with `bias` ``gate_up_bias`` [L, 2, F] and
-    ``down_bias`` [L, H], which is added once to a row and weighted as the rest of it.
+    ``down_bias`` [L, H], which is added to a row before the row is weighted.
 
-    If the width of experts is sharded, a rank computes a partial sum of each row, and adds only the
-    channels of ``down_bias`` from ``column`` on: its own part of the bias.
+    If the width of experts is sharded, a rank computes a partial sum of each row, and holds and
+    adds only the channels of ``down_bias`` from ``column`` on.
 
     ``max_rows`` bounds memory under any routing: more rows are computed in blocks, each recomputed
     in the backward instead of kept. This is slower, but a rank that gets the rows of all others
@@ -63,7 +63,7 @@ class Experts(AdaptedModule):
 
     def forward(self, rows: ExpertRows, deferred: DeferredProducts | None = None) -> Tensor:
         """Weighted outputs [R, H]; calls with one `deferred` share a weight gradient."""
-        # Rows with padding are within a bound of their sender.
+        # With padding, the dispatcher has bounded the number of rows before the routing is known.
         max_rows = None if rows.map.has_rest else self.max_rows
         weights, num_rows = self.weights, rows.map.source_R.shape[0]
         if max_rows is not None and num_rows > max_rows:

@@ -21,7 +21,8 @@ from moemesh.ops.nf4 import quantize
 #: (parameter name, logical shape) -> the range of each dim to allocate.
 Slices = Callable[[str, tuple[int, ...]], Sequence[range]]
 
-#: Numbers of one block: more amortize the start of a generator, fewer are drawn in vain.
+#: Random numbers in a block: large blocks start fewer generators, small ones draw fewer numbers
+#: that a shard does not keep.
 BLOCK_NUMBERS = 1 << 14
 
 
@@ -82,7 +83,7 @@ def initialize(
         parts = slices(name, shape)
         if starts_at_zero(name):
             value = torch.zeros([len(part) for part in parts])
-        elif len(shape) == 1 and not name.endswith(".sinks"):
+        elif len(shape) == 1 and not name.endswith(".sinks"):  # a norm
             value = torch.ones([len(part) for part in parts])
         elif name.endswith("_lora_A"):
             value = adapter_slice(seed, name, shape, parts)
@@ -91,11 +92,11 @@ def initialize(
             if name.endswith((".output", ".down")):  # writes to the residual stream
                 deviation /= math.sqrt(2 * model.config.num_layers)
             value = normal_slice(seed, name, shape, parts) * deviation
-        own_dtype = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype
+        value_dtype = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype
         module, _, leaf = name.rpartition(".")
         owner = model.get_submodule(module)
         # Packed on the host: a device may lack memory for the unpacked numbers.
-        stored = quantize(value).to(device) if is_packed(name) else value.to(device, own_dtype)
+        stored = quantize(value).to(device) if is_packed(name) else value.to(device, value_dtype)
         setattr(owner, leaf, nn.Parameter(stored, requires_grad=stored.is_floating_point()))
     for name, buffer in list(model.named_buffers()):
         module, _, leaf = name.rpartition(".")

@@ -3,7 +3,7 @@
 Also low-rank adapters of a block's weights (Hu et al., 2021); :mod:`moemesh.config.lora` defines
 their parameters and names.
 
-Legend: T tokens, H hidden, F MLP width, V vocabulary.
+Legend: T tokens, H hidden, F MLP width, G = 2 F (gate, then up), V vocabulary.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class RMSNorm(nn.Module):
 
 
 class MLP(AdaptedModule):
-    """SwiGLU (Shazeer, 2020): ``(silu(x W_gate^T) * x W_up^T) W_down^T``, or a variant (`form`)."""
+    """SwiGLU (Shazeer, 2020): ``(silu(x W_gate^T) * x W_up^T) W_down^T``, or a variant (`form`).
+    ``gate_up`` [2, F, H] has both first weights; ``down`` is [H, F]."""
 
     def __init__(
         self,

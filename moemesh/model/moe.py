@@ -1,6 +1,7 @@
 """The mixture-of-experts layer: route, dispatch, compute, combine.
 
-Legend: T tokens, E experts, L experts held here, H hidden, F expert width, B sequences.
+Legend: T tokens of this rank, K slots per token, E experts, H hidden, Q scopes of the auxiliary
+losses.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ class MoEOutput(NamedTuple):
     """Results of the layer on this rank's tokens. ``aux``: this rank's part of the auxiliary
     losses, a scalar summed over their scopes; if one loss is for all layers, the sums that this
     layer adds to it (float64 [Q, 2E + 1]); None without such losses. ``counts_E`` int64: choices of
-    each expert. ``num_dropped``: choices whose expert had no room (None: there is room for all),
-    and ``fault``, the first one (:mod:`moemesh.model.faults`): int64 scalars."""
+    each expert. ``num_dropped`` and ``fault``: see :class:`~moemesh.model.router.Routing`."""
 
     y_TH: Tensor
     aux: Tensor | None
@@ -77,8 +77,8 @@ def plain_exchange(
     meanwhile: Callable[[], Tensor] | None = None,
     is_complete: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The default :class:`ExpertExchange`: dispatch, compute and combine, one after the other. With
-    local experts of our own code one operation does all three; other code takes no
+    """The default :class:`ExpertExchange`: dispatch, compute and combine, one after the other. For
+    local :class:`Experts` one operation does all three; those of transformers do not accept
     :class:`LocalRows`."""
     x_TH, weights_TK, experts_TK = tokens
     plan = flow.once(dispatcher.plan_complete if is_complete else dispatcher.plan, experts_TK)
@@ -90,7 +90,7 @@ def plain_exchange(
     return dispatcher.combine(experts(rows), plan).wait(), result
 
 
-#: (gates [T, K], experts [T, K]) of a forward.
+#: Called with the weights [T, K] and the experts [T, K] of a forward.
 Observer: TypeAlias = Callable[[Tensor, Tensor], None]
 
 
@@ -167,9 +167,13 @@ class MoE(nn.Module):
             shared_TH = None if shared is None else shared()
             y_TH = expert_mlp_of_few(*tokens, self.experts.weights)
         else:
-            where = self.dispatcher, context.flow, self.experts
             y_TH, shared_TH = self.exchange(
-                *where, tokens, meanwhile=shared, is_complete=routing.is_complete
+                self.dispatcher,
+                context.flow,
+                self.experts,
+                tokens,
+                meanwhile=shared,
+                is_complete=routing.is_complete,
             )
         if config.router_scale_on == "output":
             y_TH = y_TH * config.router_scale

@@ -50,16 +50,16 @@ def frequencies(config: AttentionConfig, device: torch.device | str = "cpu") -> 
                 first, last = math.floor(first), math.ceil(last)
             first, last = max(first, 0), min(last, size - 1)
             if first == last:
-                last += 0.001  # a step: a ramp of length 0 would divide by it
+                last += 0.001  # a ramp of length 0 would divide by zero
             pair_F = torch.arange(size // 2, dtype=torch.float64)
             share_F = (1.0 - ((pair_F - first) / (last - first)).clamp(0.0, 1.0)).to(device)
     return plain_F * share_F + plain_F / config.rope_factor * (1.0 - share_F)
 
 
 class Tables(NamedTuple):
-    """Cosines of positions, and the factors of the other channel of a pair: -sine for the first,
-    sine for the second; [..., S, 1, R], for all heads. Pairs are channels (i, i + F), or
-    (2i, 2i + 1) if `interleaved`."""
+    """Tables [..., S, 1, R] for all heads: a rotated channel is ``x * cosine + partner * sine``,
+    with the other channel of its pair. So `sine` has -sin for the first channel of a pair, sin for
+    the second. Pairs are channels (i, i + F), or (2i, 2i + 1) if `interleaved`."""
 
     cosine: Tensor
     sine: Tensor
@@ -84,7 +84,7 @@ def rotary_tables(config: AttentionConfig, positions: Tensor) -> Tables:
 def rotate(query: Tensor, key: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     """Rotate the first R channels of queries and keys [B, S, heads, D] by tables in their dtype."""
     if not torch.is_grad_enabled():
-        return _both_turned(query, key, *tables, False)
+        return _rotate_both(query, key, *tables, False)
     return _Rotation.apply(query, key, tables)
 
 
@@ -95,15 +95,15 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(tables.cosine, tables.sine)
         ctx.interleaved = tables.interleaved
-        return _both_turned(query, key, *tables, False)
+        return _rotate_both(query, key, *tables, False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        turned = _both_turned(*gradients, *ctx.saved_tensors, ctx.interleaved, True)
-        return *turned, None
+        rotated = _rotate_both(*gradients, *ctx.saved_tensors, ctx.interleaved, True)
+        return *rotated, None
 
 
-def _both_turned(
+def _rotate_both(
     query: Tensor,
     key: Tensor,
     cosine: Tensor,
@@ -111,28 +111,29 @@ def _both_turned(
     interleaved: bool,
     backwards: bool,
 ) -> tuple[Tensor, Tensor]:
-    rest = cosine, sine, interleaved, backwards
+    options = cosine, sine, interleaved, backwards
     if query.device.type == "cpu":
-        return _turned(query, *rest), _turned(key, *rest)
-    # A single position (a generated token) would need a compilation of its own.
+        return _rotated_on_cpu(query, *options), _rotated_on_cpu(key, *options)
+    # A single position (a generated token) would be compiled separately.
     is_compiled = query.shape[0] and query.shape[1] > 1
     function = fusion.compiled(_both_rotated) if is_compiled else _both_rotated
-    return function(query, key, *rest)
+    return function(query, key, *options)
 
 
-def _both_rotated(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _rotated(query, *rest), _rotated(key, *rest)
+def _both_rotated(query: Tensor, key: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return _rotated(query, *options), _rotated(key, *options)
 
 
-def _turned(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwards: bool) -> Tensor:
+def _rotated_on_cpu(
+    x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwards: bool
+) -> Tensor:
     if not fusion.is_worth_compiling(x):
         return _rotated(x, cosine, sine, interleaved, backwards)
     x = x.contiguous()
     y = torch.empty_like(x)
     tables = (table.reshape(-1, table.shape[-1]) for table in (cosine, sine))
     sign = np.float32(-1 if backwards else 1)
-    given = x.flatten(0, 1), *tables, interleaved, sign, y.flatten(0, 1)
-    fusion.run_in_one_pass("rotate", *given)
+    fusion.run_in_one_pass("rotate", x.flatten(0, 1), *tables, interleaved, sign, y.flatten(0, 1))
     return y
 
 
@@ -140,8 +141,8 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwar
     size = cosine.shape[-1]
     rotated = x[..., :size] if size < x.shape[-1] else x
     if interleaved:
-        others = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        partners = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
-        others = rotated.roll(size // 2, -1)
-    y = (rotated * cosine).add_(others * sine, alpha=-1 if backwards else 1)
+        partners = rotated.roll(size // 2, -1)
+    y = (rotated * cosine).add_(partners * sine, alpha=-1 if backwards else 1)
     return torch.cat([y, x[..., size:]], dim=-1) if size < x.shape[-1] else y

@@ -40,12 +40,12 @@ class WholeSequences:
         self._own_T = context.sequence_T * context.length + context.position_T
 
     def gather(self, x_T: Tensor) -> Tensor:
-        """Own rows [T, ...] -> all rows [B, S, ...]."""
+        """This rank's rows [T, ...] -> all rows [B, S, ...]."""
         x_N = self._tokens.gather(x_T.detach(), *self._shape)
         return x_N[self._order_N].view(*self._shape, *x_N.shape[1:])
 
     def own(self, x_BS: Tensor) -> Tensor:
-        """All rows [B, S, ...] -> own rows [T, ...]."""
+        """All rows [B, S, ...] -> this rank's rows [T, ...]."""
         return x_BS.flatten(0, 1)[self._own_T]
 
 
@@ -55,8 +55,8 @@ class WholeSequences:
 #: Rounds of Sinkhorn's algorithm; always all of them, so that no rank stops before another.
 SINKHORN_ROUNDS = 8
 
-#: Number of scores up to which a sort is faster than keys (us: 8 and 35 for 128, 40 and 39 for
-#: 2,048).
+#: Number of scores up to which :func:`stable_top_k` sorts them instead of integer keys (8 and 35 us
+#: for 128 scores, 40 and 39 us for 2,048).
 FEW_SCORES = 1024
 
 
@@ -64,12 +64,12 @@ def stable_top_k(scores_TE: Tensor, num_chosen: int) -> Tensor:
     """Ids of the best scores, best first; equal scores by ascending id."""
     is_fp32_on_cpu = scores_TE.dtype == torch.float32 and scores_TE.device.type == "cpu"
     if not is_fp32_on_cpu or scores_TE.numel() <= FEW_SCORES:
-        # One kernel instead of the eight of the keys below; contiguous: frees the other ids.
+        # One kernel instead of the eight of the keys below. contiguous() frees the other ids.
         order_TE = torch.sort(scores_TE, dim=1, descending=True, stable=True).indices
         return order_TE[:, :num_chosen].contiguous()
-    # One int64 key per expert, without ties, so that any top-k is stable, in a third of the time of
-    # the sort. Upper half: the bits of the score, changed to ascend with its value as integers;
-    # lower half: the id, descending.
+    # One int64 key per score, without ties: any top-k of the keys is stable, and takes a third of
+    # the time of the sort. Upper half: the bits of the score, changed so that as integers they
+    # ascend with its value; lower half: the id, descending.
     bits_TE = (scores_TE + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal scores
     ascending_TE = bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)
     num_experts = scores_TE.shape[1]
@@ -108,9 +108,9 @@ def capacity_per_sequence(valid_BS: Tensor, config: ModelConfig, factor: float) 
 
 
 def comparable(scores: Tensor) -> Tensor:
-    """Scores for comparisons between tokens, rounded: fp32 to bf16 and fp64 to fp32. Scores of
-    equal tokens differ in their last bits, by layout. Rounded, they tie, and the earlier token wins
-    in every layout."""
+    """Scores for comparisons between tokens, rounded: fp32 to bf16 and fp64 to fp32. The last bits
+    of equal tokens' scores depend on the layout. Rounded, the scores tie, and the earlier token
+    wins in every layout."""
     if scores.dtype == torch.float64:
         return scores.to(torch.float32).to(scores.dtype)
     return scores.to(torch.bfloat16).to(scores.dtype)
@@ -118,8 +118,8 @@ def comparable(scores: Tensor) -> Tensor:
 
 def expert_choice(scores_BSE: Tensor, valid_BS: Tensor, capacity_B: Tensor) -> Tensor:
     """Each expert takes the `capacity_B` tokens of a sequence that score best: bool [B, S, E]. Zhou
-    et al., "Mixture-of-Experts with Expert Choice Routing", 2022 (arXiv:2202.09368). Equal scores
-    by ascending position. A token may be taken by any number of experts, or by none."""
+    et al., "Mixture-of-Experts with Expert Choice Routing", 2022 (arXiv:2202.09368). Of equal
+    scores the earlier position wins. Any number of experts may take a token, or none."""
     scores_BSE = scores_BSE.masked_fill(~valid_BS[:, :, None], -torch.inf)
     order = torch.sort(scores_BSE, dim=1, descending=True, stable=True).indices
     rank_BSE = torch.argsort(order, dim=1)
@@ -127,8 +127,8 @@ def expert_choice(scores_BSE: Tensor, valid_BS: Tensor, capacity_B: Tensor) -> T
 
 
 def slots(chosen_TE: Tensor, num_slots: int) -> Tensor:
-    """bool [T, E] -> ids of the chosen experts, ascending, then -1: int64 [T, num_slots]. Rows have
-    at most `num_slots` chosen ones."""
+    """bool [T, E] -> ids of the chosen experts, ascending, then -1: int64 [T, num_slots]. A token
+    has at most `num_slots` experts."""
     num_experts = chosen_TE.shape[1]
     ids_E = torch.arange(num_experts, device=chosen_TE.device)
     ids_TE = torch.where(chosen_TE, ids_E, num_experts).sort(dim=1).values[:, :num_slots]
@@ -158,9 +158,8 @@ def within_capacity(
     """Mask of the choices that are within the capacity of their expert: bool [B, S, K], False for
     no choice (-1).
 
-    Each expert keeps at most `capacity_B` tokens of a sequence: those of highest priority, of equal
-    ones (and without priorities) the first. Whole sequences are counted, so that the mask does not
-    depend on the layout.
+    Each expert keeps at most `capacity_B` tokens of a sequence: those of highest priority, then of
+    earliest position. Whole sequences are counted, so that the mask does not depend on the layout.
     """
     num_sequences = len(experts_BSK)
     sequence_B11 = torch.arange(num_sequences, device=experts_BSK.device)[:, None, None]
@@ -168,7 +167,8 @@ def within_capacity(
     none_N = (experts_BSK < 0).flatten()
     num_queues = num_sequences * num_experts
     queue_N = queue_N.masked_fill(none_N, num_queues)
-    # Two stable sorts: into queues, and inside a queue by priority, then by position.
+    # A queue has the choices of one expert in one sequence. Two stable sorts order them: into
+    # queues, and inside a queue by priority, then by position. A place is the index in a queue.
     order_N = torch.arange(queue_N.numel(), device=queue_N.device)
     if priority_BSK is not None:
         order_N = torch.sort(priority_BSK.flatten(), descending=True, stable=True).indices
@@ -182,7 +182,7 @@ def within_capacity(
     return ((place_N < limit_N) & ~none_N).view_as(experts_BSK)
 
 
-#: Keys the random numbers of this purpose; changing it changes every run with jitter.
+#: Key of the jitter's random numbers; changing it changes every run with jitter.
 JITTER_STREAM = 3
 
 
@@ -193,9 +193,10 @@ class Routing(NamedTuple):
     -1 = none; ``probabilities_TE`` fp32, rows summing to 1 (0 for padding), for balance losses;
     ``logits_TE`` fp32; ``preferred_TK`` the plain top-k of the scores, without bias, groups,
     balancing or capacity, which the balance loss counts (DeepSeek-V3, arXiv:2412.19437, eq. 18);
-    ``num_dropped`` choices whose expert was full (None: capacity is unlimited), and ``fault`` the
-    first logit that is not finite (:mod:`moemesh.model.faults`), both int64 scalars of this rank's
-    tokens. ``is_complete``: ``experts_TK`` has no -1, known without a wait for the device.
+    ``num_dropped`` the number of choices whose expert was full (None: capacity is unlimited), and
+    ``fault`` the code of the first logit that is not finite (:mod:`moemesh.model.faults`), both
+    int64 scalars of this rank's tokens. ``is_complete``: the host knows, without a wait for the
+    device, that ``experts_TK`` has no -1.
     """
 
     weights_TK: Tensor
@@ -270,8 +271,8 @@ class Router(nn.Module):
             logits_TE = F.linear(x_TH, weight_EH.to(x_TH.dtype)).to(weight_EH.dtype)
         else:
             # The product in fp32: a bf16 router changes the experts of 0.5 to 2 % of tokens. On a
-            # device F.linear, whose small weight gradient is not deferred, saves an autograd
-            # Function; on a CPU it would change the bits of old runs.
+            # GPU F.linear saves an autograd Function (the router's small weight gradient is then
+            # not deferred); on a CPU it would change the bits of old runs.
             product = linear if x_TH.device.type == "cpu" else F.linear
             logits_TE = product(x_TH.to(weight_EH.dtype), weight_EH)
         return logits_TE if self.bias is None else logits_TE + self.bias
@@ -310,7 +311,7 @@ def move_bias_(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
 
 
 def score(logits: Tensor, config: ModelConfig) -> Tensor:
-    """Logits [T, any] as scores; softmax over dim 1, the others elementwise."""
+    """Scores of logits [T, any]: a softmax over dim 1, or an elementwise function."""
     match config.router_score:
         case "softmax":
             return logits.softmax(1)

@@ -65,7 +65,7 @@ class Vocabulary:
         return F.embedding(tokens_T, weight_VH)
 
     def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
-        """This rank's rows of the stream -> negative log-likelihood of the targets of all ranks."""
+        """This rank's rows of the stream -> negative log-likelihood (nats) of all `targets_T`."""
         return cross_entropy(x_TH, weight_VH, targets_T)
 
     def logits(self, x_TH: Tensor, weight_VH: Tensor, num_tokens: int) -> Tensor:
@@ -86,8 +86,8 @@ class Tokens:
         return range(num_tokens)
 
     def gather(self, x_T: Tensor, num_sequences: int, length: int) -> Tensor:
-        """Own rows [T, ...] -> rows of all ranks that share sequences, by rank
-        [num_sequences * length, ...]; no gradient."""
+        """This rank's rows [T, ...] -> rows of all ranks that share its sequences, in the order of
+        ranks [num_sequences * length, ...]; no gradient."""
         return x_T
 
     def sum_over_shards(self, counts: Tensor) -> Tensor:
@@ -125,11 +125,11 @@ class ScopeSums(NamedTuple):
 
 class SliceState:
     """State carried between the slices of a sequence (TeraPipe): KV cache and partial sums of the
-    auxiliary losses. A slice is a forward of its own; `layer` is the global index. `is_last`: no
-    slice of these sequences follows."""
+    auxiliary losses. Each slice has a forward; `layer` is the global index. `is_last`: no slice of
+    these sequences follows."""
 
     is_last: bool = True
-    #: Cache of transformers' modelling code, which replaces ours.
+    #: Cache of transformers' modelling code, used in place of :meth:`extend`.
     foreign: Any = None
 
     def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,8 +151,8 @@ class Memory:
 
 
 class WeightGate:
-    """The presence of a unit's weights; units are those of :mod:`moemesh.sharding.buckets`
-    ("embedding", "layers.3", "head"). The code that reads the weights is between two calls."""
+    """Calls before and after the code that reads a unit's weights, which may be gathered there;
+    units are those of :mod:`moemesh.sharding.buckets` ("embedding", "layers.3", "head")."""
 
     def fetch(self, unit: str) -> None:
         """Called before the weights of `unit` are read."""
@@ -188,14 +188,14 @@ class Flow:
         return send(*args, **kwargs)
 
     def cut(self, x: Tensor) -> Tensor:
-        """`x`, for use after the next pause: there, it is a leaf if the graph is cut."""
+        """`x`, for use after the next :meth:`pause`; if the graph is cut there, a leaf."""
         return x
 
     def pause(self) -> None:
         """Called while exchanges are in flight: other work may run."""
 
 
-#: Sequences are whole.
+#: The default: sequences are not cut into slices.
 NO_SLICES = SliceState()
 #: A forward that is computed once, in one piece.
 PLAIN_FLOW = Flow()

@@ -67,7 +67,8 @@ class Layer(nn.Module):
 # position s the stream of module k - 1 (of the model's last layer, for k = 1) and the embedding
 # of token s + k, and predicts token s + k + 1:
 #
-# h_k = Layer(M_k [norm(embedding of token s + k); norm(h_(k-1))]) loss on head(norm(h_k))
+#     h_k = Layer(M_k [norm(embedding of token s + k); norm(h_(k-1))])
+#     loss_k = cross-entropy of head(norm(h_k)) for token s + k + 1
 #
 # Embedding and head are the model's own. The order of the two halves of M_k is that of the
 # released weights, whose module has a final norm of its own, too.
@@ -75,7 +76,7 @@ class Layer(nn.Module):
 
 class PredictionLayer(Layer):
     """A layer with its input projection: ``projection`` [H, 2 H] and two norms. The norm after the
-    layer belongs to the head (:mod:`moemesh.model.transformer`)."""
+    layer is in :attr:`Transformer.ahead_norms`."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__(config, index)
@@ -192,6 +193,7 @@ class Transformer(nn.Module):
     ) -> Output:
         """Run one part (None: all). `received`: :attr:`Output.for_next` of the previous part."""
         config = self.config
+        # The first part receives nothing; sums are received only if all layers share a loss.
         x_TH, sums_QX = (*received, None, None)[:2]
         part = whole(config) if part is None else part
         local = self.tokens.local(batch.num_tokens)
@@ -236,8 +238,8 @@ class Transformer(nn.Module):
         return x_TH if multiplier == 1.0 else x_TH * multiplier
 
     def begin_graph(self, unit: str, x_TH: Tensor) -> Tensor:
-        """`x_TH`, the input of `unit`, in autograd's graph. If no parameter before it trains, it
-        would not be, and the backward of the unit, with its exchanges, would not run."""
+        """`x_TH`, the input of `unit`, made part of autograd's graph. If no parameter before it
+        trains, it is not, and the backward of the unit, with its exchanges, would not run."""
         if unit in self.without_backward or x_TH.requires_grad or not torch.is_grad_enabled():
             return x_TH
         return _Begin.apply(x_TH, x_TH.new_zeros((), requires_grad=True))
@@ -297,8 +299,8 @@ class Transformer(nn.Module):
         return unit_of(name)
 
     def selection_biases(self) -> dict[int, tuple[str, Tensor]]:
-        """Global layer index -> name and values of the bias that steers its router's choice alone,
-        of the layers held here that have one."""
+        """Global layer index -> name and values of the router's selection bias, for the layers of
+        this rank that have one."""
         if not self.config.router_selection_bias:
             return {}
         return {
@@ -314,7 +316,7 @@ class Transformer(nn.Module):
     def stream_specs(self, batch: Batch) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor of the residual stream that a part returns for `batch`."""
         shape = len(self.tokens.local(batch.num_tokens)), self.config.hidden_size
-        # An embedding or a norm comes before any fp32 router.
+        # The first parameter is an embedding or a norm, never one of an fp32 router.
         return [(shape, next(self.parameters()).dtype)]
 
     def moe_layers(self) -> dict[int, MoE]:
@@ -327,7 +329,7 @@ class Transformer(nn.Module):
 
 
 class _Begin(torch.autograd.Function):
-    """The identity, whose result has a gradient (through `anchor`), and whose input has none."""
+    """The identity. Its result requires a gradient (because of `anchor`); its input gets none."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, anchor: Tensor) -> Tensor:
@@ -385,8 +387,8 @@ class Loads:
         counts, dropped, faults = zip(*self._routed, strict=True)
         dropped_L = ids_T.new_zeros(len(counts))
         if set(dropped) != {None}:
-            none = ids_T.new_zeros(())
-            dropped_L = torch.stack([none if number is None else number for number in dropped])
+            zero = ids_T.new_zeros(())
+            dropped_L = torch.stack([zero if number is None else number for number in dropped])
         fault_L = of_tokens(torch.stack(faults), ids_T, self._num_experts)
         return torch.stack(counts), dropped_L, fault_L
 

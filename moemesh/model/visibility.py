@@ -23,11 +23,11 @@ Runs = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Visibility:
-    """The keys that each query sees. ``queries``, ``keys``: positions of this rank's, as runs.
+    """The keys that each query sees. ``queries``, ``keys``: runs of positions on this rank.
     ``window``: a query sees the last `window` positions, its own included (None: all).
     ``starts_BL``: first position of the document of each position of the whole sequence (int64;
-    None: a sequence is one document). ``length``: of whole sequences, if other ranks hold other
-    positions. ``host_starts_BL``: ``starts_BL`` on the CPU, if the caller has it: tiles are chosen
+    None: a sequence is one document). ``length``: positions of a whole sequence, if several ranks
+    share it. ``host_starts_BL``: ``starts_BL`` on the CPU, if the caller has it: tiles are chosen
     there, and a copy would wait for the device."""
 
     queries: Runs
@@ -39,7 +39,7 @@ class Visibility:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether all queries of a sequence see all keys up to themselves."""
+        """Whether queries and keys are the same single run, without documents or a window."""
         return self.is_triangle and len(self.queries) == 1 and self.queries == self.keys
 
     @property
@@ -55,7 +55,8 @@ class Visibility:
 
     @cached_property
     def is_triangle(self) -> bool:
-        """Whether only the order of positions bounds the visible keys."""
+        """Whether a query sees every key up to its position: no documents, no window that hides
+        one."""
         if self.starts_BL is not None or self.window is None:
             return self.starts_BL is None
         return self.window >= max((run.stop for run in self.queries), default=0)
@@ -96,8 +97,8 @@ class Visibility:
         return self._documents[key]
 
     def lowest(self, queries: range) -> tuple[int, int]:
-        """(least, largest) of the lowest positions that the `queries` see, over all sequences: that
-        of the first query, and that of the last."""
+        """Lowest position that a query sees, least and largest over the `queries` of all sequences.
+        It never falls from a query to the next: these are those of the first and the last query."""
         first, last = queries[0], queries[-1]
         window = last + 1 if self.window is None else self.window
         least, largest = max(first + 1 - window, 0), max(last + 1 - window, 0)

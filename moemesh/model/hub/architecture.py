@@ -34,10 +34,12 @@ from moemesh.model.hub.precision import exactly
 from moemesh.model.hub.shrink import decoder_layers, shrunken
 from moemesh.model.transformer import ModelPart
 
-#: Positions of the forward on the meta device, and of two packed documents: longer together than
-#: the windows of the small model, shorter than the number of keys that its indexers choose.
-_LENGTH, _DOCUMENTS = 16, (20, 13)
-#: Longest sequence of the search for a length that no size of a layer's result has by chance.
+#: Positions of the forward on the meta device.
+_LENGTH = 16
+#: Positions of two packed documents: together longer than the windows of the small model, each
+#: shorter than the number of keys that its indexers choose.
+_DOCUMENTS = (20, 13)
+#: Largest length that :func:`_layer_output` tries: it needs one that differs from all other sizes.
 _LONGEST = 1 << 15
 #: Largest difference of a token's logits or loss, in float64, that counts as equal.
 _SAME = 1e-8
@@ -81,12 +83,12 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     """The record of the model of a ``config.json``. `documents`: a value of
     `Architecture.documents`, if it is known (for a small model); None determines it. Raises
     ConfigError for a model that cannot be trained."""
-    plan = blueprint(values)
-    model = plan.build(torch.bfloat16)
+    source = blueprint(values)
+    model = source.build(torch.bfloat16)
     kind = str(values["model_type"])
-    whole = plan.around and plan.around.build()
-    if plan.around is not None and whole is not None and _differs(model, whole):
-        kinds = f"{plan.kind.__name__} and {plan.around.kind.__name__}"
+    whole = source.around and source.around.build()
+    if source.around is not None and whole is not None and _differs(model, whole):
+        kinds = f"{source.kind.__name__} and {source.around.kind.__name__}"
         message = f"{kinds} compute other logits from the same hidden states"
         raise wrong("not-available", "model_type", kind, message, "the folder of a text model")
     try:
@@ -95,7 +97,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         fix = "model.implementation = moemesh, where it knows the family"
         raise wrong("not-available", "model_type", kind, str(error), fix) from None
     if model.base_model is model:
-        message = f"{plan.kind.__name__} has no base model of the name {model.base_model_prefix}"
+        message = f"{source.kind.__name__} has no base model of the name {model.base_model_prefix}"
         raise wrong("not-available", "model_type", kind, message, "another family")
     experts = {
         int(path.removeprefix(name + ".").split(".")[0]): (path, module)
@@ -107,7 +109,8 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         message = f"its layers have different numbers of experts: {sorted(numbers)}"
         raise wrong("not-available", "model_type", kind, message, "layers that are alike")
     num_experts = max(numbers, default=0)
-    uses, chosen = _trace(model, layers)
+    # Kinds of parameters, from a forward and backward on the meta device.
+    uses, experts_per_token = _trace(model, layers)
     stacks = {
         f"{path}.{leaf}"
         for path, module in experts.values()
@@ -130,7 +133,9 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     for _, module in experts.values():
         down: Any = module.down_proj
         width = down.shape[1] if module.is_transposed else down.shape[2]
-    is_counted = documents is None  # else the small model of a test: without costs and stages
+    # Tests on a small model with random weights. The record of a small model (`documents` is given)
+    # has no costs and is not tested. `is_cut`: whether ranks can shard the width of experts.
+    is_counted = documents is None
     is_cut = not is_counted
     if documents is None:
         documents, refusal, fix = "rows", "", "a decoder-only model"
@@ -183,7 +188,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     )
     layer_output = _layer_output(model, layers[0], uses.results)
     saved = model.state_dict()
-    uncut, notes = "", list(plan.notes)
+    uncut, notes = "", list(source.notes)
     if reads_between:
         uncut = "parameters outside of its layers are read between them"
     elif not layer_output:
@@ -200,7 +205,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         hidden_size=config.hidden_size,
         num_layers=len(layers),
         num_experts=num_experts,
-        experts_per_token=chosen,
+        experts_per_token=experts_per_token,
         expert_width=int(width),
         routed_layers=tuple(sorted(experts)),
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
@@ -215,9 +220,9 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         reads_between=reads_between,
         layer_output=layer_output,
         uncut=uncut,
-        around="" if whole is None or plan.is_own else place_in(whole, model),
+        around="" if whole is None or source.is_own else place_in(whole, model),
         notes=tuple(notes),
-        costs=count_costs(model, plan.build(), name) if is_counted else {},
+        costs=count_costs(model, source.build(), name) if is_counted else {},
     )
 
 
@@ -238,6 +243,7 @@ def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
 
     def exchange(module: nn.Module, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         slots.add(experts_TK.shape[1])
+        # The result depends on every weight, so that each gets a gradient.
         weights = sum((weight.sum() for weight in module.parameters()), weights_TK.sum())
         return x_TH * weights.to(x_TH.dtype)
 
@@ -301,6 +307,7 @@ def _layer_output(
         if len(longer) != len(tensors):  # a tensor has the length in another place
             return ()
     both = zip(longer, tensors, strict=True)
+    # -n is a size that is n at most, and smaller in shorter sequences.
     return tuple(
         (dtype, tuple(a if a == b else -a for a, b in zip(sizes, short, strict=True)))
         for (dtype, sizes), (_, short) in both
@@ -361,15 +368,15 @@ def _losses(model: HubModel, batch: Batch, *inputs: Any) -> Tensor:
 def _small_logits(model: PreTrainedModel, head: nn.Linear, hidden_BSH: Tensor) -> Tensor | None:
     """Logits by the code of `model` after its last layer with `head` in place of its own; None if
     that code does not run alone."""
-    own: Any = model.get_output_embeddings()
+    replaced: Any = model.get_output_embeddings()
     try:
         model.set_output_embeddings(head)
         return tail(model, hidden_BSH)
     except Exception:
         return None
     finally:
-        if own is not None:
-            model.set_output_embeddings(own)
+        if replaced is not None:
+            model.set_output_embeddings(replaced)
 
 
 def _has_plain_head(model: PreTrainedModel) -> bool:

@@ -28,14 +28,14 @@ from moemesh.model.hub.experts import IMPLEMENTATION, adopt
 from moemesh.model.hub.precision import exactly
 from moemesh.model.initialization import whole
 
-#: (parameter name, logical shape) -> this rank's range of each dim; None: it does not hold it.
+#: (parameter name, logical shape) -> this rank's range of each dim; None: no part of the parameter.
 Slices = Callable[[str, tuple[int, ...]], Sequence[range] | None]
 
 
 class Blueprint(NamedTuple):
-    """The class and the configuration of a model, and a sentence for each change of the latter;
-    `around`: those of the larger model whose text part it is. `is_own`: whether
-    ``AutoModelForCausalLM`` makes the text part of the folder."""
+    """The class and the configuration of a model. `notes`: a sentence for each change of the
+    configuration; `around`: the larger model whose text part this is; `is_own`: whether
+    ``AutoModelForCausalLM`` makes a model of the same class from the folder."""
 
     kind: type[PreTrainedModel]
     config: PretrainedConfig
@@ -52,9 +52,9 @@ class Blueprint(NamedTuple):
             )
         adopt(model)
         # RoPE of the type "dynamic" becomes "default" in all modules. The frequencies differ only
-        # after the model's positions, which no run reaches; its code reads positions as numbers,
-        # which the meta device does not have. The configuration keeps its type, to which some
-        # families give another meaning (``alpha`` of Hunyuan).
+        # after the model's positions, which no run reaches; the code of "dynamic" reads positions
+        # as numbers, which the meta device does not have. The configuration keeps its type, to
+        # which some families give another meaning (``alpha`` of Hunyuan).
         for module in model.modules():
             kinds: Any = vars(module).get("rope_type")
             if kinds == "dynamic":
@@ -111,13 +111,14 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
         # transformers writes infinity to JSON in its own form.
         decoded = PretrainedConfig._decode_special_floats(dict(values))
         whole = CONFIG_MAPPING[kind].from_dict(decoded)
+    # The class for the text part, or else for the whole model.
     text = whole.get_text_config()
-    for config, known in (
+    for config, classes in (
         (text, MODEL_FOR_CAUSAL_LM_MAPPING),
         (whole, MODEL_FOR_CAUSAL_LM_MAPPING),
         (whole, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
     ):
-        if type(config) in known:
+        if type(config) in classes:
             break
     else:
         message = f"transformers {installed} has no language model of this family"
@@ -126,6 +127,7 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
     if config is not whole and type(whole) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         larger: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(whole)]
         around = Blueprint(larger, whole, ())
+    # Changes for training, each with a note.
     config = copy.deepcopy(config)
     notes: list[str] = []
     if text is not whole:
@@ -148,14 +150,14 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
                 notes.append(off_note(key, value))
         if size := getattr(part, "z_loss_coefficient", 0):
             notes.append(f"z_loss_coefficient = {size} has no effect: logits have no z-loss here")
-    family: Any = known[type(config)]
+    family: Any = classes[type(config)]
     is_own = config is whole or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(whole), None) is family
     return Blueprint(family, config, tuple(notes), around, is_own)
 
 
 def place_in(whole: PreTrainedModel, model: PreTrainedModel) -> str:
-    """The module of the larger model `whole` that is the base of its text part `model`; "" without
-    one."""
+    """Name of the module of the larger model `whole` that is the base model of its text part
+    `model`; "" without one."""
     base = type(model.base_model)
     return next((name for name, module in whole.named_modules() if type(module) is base), "")
 
@@ -185,11 +187,11 @@ def allocate(
                 if (parts := slices(name, tuple(parameter.shape))) is None:
                     continue
                 sizes = [len(part) for part in parts]
-                own_dtype = parameter.dtype if dtype == torch.bfloat16 else dtype
+                stored_dtype = parameter.dtype if dtype == torch.bfloat16 else dtype
                 if is_packed(name):
-                    sizes[-1], own_dtype = packed_bytes(sizes[-1]), torch.uint8
-                zeros = torch.zeros(sizes, dtype=own_dtype, device=device)
-                is_float = own_dtype.is_floating_point
+                    sizes[-1], stored_dtype = packed_bytes(sizes[-1]), torch.uint8
+                zeros = torch.zeros(sizes, dtype=stored_dtype, device=device)
+                is_float = stored_dtype.is_floating_point
                 parameters[parameter] = nn.Parameter(zeros, requires_grad=is_float)
             module._parameters[leaf] = parameters[parameter]
         if any(buffer is not None for buffer in module._buffers.values()):
@@ -210,7 +212,7 @@ def _buffers(module: nn.Module, owner: PreTrainedModel, dtype: torch.dtype) -> d
         )
         for leaf, buffer in module._buffers.items()
     }
-    # Its parameters stay on the meta device, where initialization costs nothing.
+    # The copy's parameters stay on the meta device, where initialization costs nothing.
     clone.__dict__["_parameters"] = {
         leaf: None
         if parameter is None

@@ -58,9 +58,9 @@ def eager_forward(
     module: nn.Module, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """The forward of the module's class, without the decorator that looks it up by name."""
-    own: Any = type(module).forward
-    own = getattr(own, "__wrapped__", own)
-    return own(module, x_TH, experts_TK, weights_TK)
+    decorated: Any = type(module).forward
+    plain = getattr(decorated, "__wrapped__", decorated)
+    return plain(module, x_TH, experts_TK, weights_TK)
 
 
 def set_exchange(module: nn.Module, exchange: Exchange) -> None:
@@ -74,7 +74,8 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def adopt(model: nn.Module) -> None:
-    """Add to the interface modules with its stacks and its call, but without its decorator."""
+    """Make part of the interface each module that has its stacks and its forward's parameters, but
+    not its decorator."""
     for module in model.modules():
         stacks = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
         count = getattr(module, "num_experts", None)
@@ -104,8 +105,8 @@ def is_swiglu(module: Any) -> bool:
 
 def width_of(module: Any, leaf: str) -> tuple[int, int] | None:
     """The dim of a stack that ranks of etp shard, and its number of blocks (2: gates, then ups; a
-    rank holds a part of each). It is the width of experts, for the bias of results their channels.
-    None for parameters that cannot be sharded."""
+    rank holds a part of each). The dim is the width of experts; in ``down_proj_bias``, the channels
+    of the results. None for parameters that cannot be sharded."""
     outer, inner = (2, 1) if module.is_transposed else (1, 2)
     blocks = 2 if module.is_concatenated else 1
     cut = {
@@ -225,6 +226,7 @@ class HeldExperts:
             return self._computed_by_module(rows)
         if not self.is_swiglu:
             return self._computed_in_turn(rows)
+        # With padding, the dispatcher has bounded the number of rows before the routing is known.
         max_rows = None if rows.map.has_rest else self.max_rows
         self.num_bounded += max_rows is not None and rows.map.num_rows > max_rows
         return rows.compute(self.weights, deferred=deferred, max_rows=max_rows)
@@ -278,7 +280,7 @@ class HeldExperts:
         places_R = torch.arange(len(x_RH), device=x_RH.device)
         # Padding rows come last, with the expert number that eager forwards skip.
         expert_R1 = torch.searchsorted(rows.counts_L.cumsum(0), places_R, right=True)[:, None]
-        whole, parameters = module.num_experts, module._parameters
+        num_experts, parameters = module.num_experts, module._parameters
         module.num_experts = num_local
         if (bias := parameters.get("down_proj_bias")) is not None:
             # This rank's channels of the bias; other ranks of etp add the others.
@@ -288,7 +290,7 @@ class HeldExperts:
         try:
             y_RH = eager_forward(module, x_RH, expert_R1, x_RH.new_ones(len(x_RH), 1))
         finally:
-            module.num_experts, module.__dict__["_parameters"] = whole, parameters
+            module.num_experts, module.__dict__["_parameters"] = num_experts, parameters
         # An eager forward without rows is not in the graph: the backward of this rank would skip
         # the exchange, and the other ranks would wait for it.
         zero = sum((weight.sum() * 0 for weight in module.parameters()), x_RH.sum() * 0)
@@ -341,8 +343,12 @@ class HubMoE:
         if self.place_E is not None:
             experts_TK = torch.where(has_row_TK, self.place_E[experts_TK.clamp(min=0)], -1)
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
-        where = self.dispatcher, _WithResults(context.flow), cast("Any", self.experts)
-        y_TH, _ = self.exchange(*where, (x_TH, weights_TK.to(wide), experts_TK))
+        y_TH, _ = self.exchange(
+            self.dispatcher,
+            _WithResults(context.flow),
+            cast("Any", self.experts),
+            (x_TH, weights_TK.to(wide), experts_TK),
+        )
         return y_TH.to(x_TH.dtype)
 
     def _count(self, experts_TK: Tensor) -> None:

@@ -59,9 +59,9 @@ LOGIT_ROWS = 256
 
 
 class Rows(NamedTuple):
-    """The input of the modelling code: ids [B, S]; positions within documents (None: one document a
-    row), padding, the sequence of each token, and the place of each token of the microbatch among
-    these (None: the same place)."""
+    """The input of the modelling code. ``position_BS``: positions within documents (None: a row is
+    one document); ``valid_BS``: False for padding; ``sequence_T``: the sequence of each token;
+    ``place_T``: index among these tokens of each token of the microbatch (None: the same index)."""
 
     ids_BS: Tensor
     position_BS: Tensor | None
@@ -235,6 +235,7 @@ class HubModel(Transformer):
         if part.first:
             self.weights.fetch("embedding")
         losses_T, num_tensors = None, len(self.architecture.layer_output)
+        # The tensors of the stream come first, then the sums of a loss of all layers, if any.
         sums_QX = received[num_tensors] if len(received) > num_tensors else None
         self._part, self._received = part, list(received[:num_tensors])
         try:
@@ -288,10 +289,10 @@ class HubModel(Transformer):
         place_T = row_T * width + position_BS.flatten()
         num_places = (int(row_T[-1]) + 1) * width
         ids_DC = ids_BS.new_zeros(num_places).scatter_(0, place_T, ids_BS.flatten())
-        given_T = torch.ones_like(place_T, dtype=torch.bool)
+        valid_T = torch.ones_like(place_T, dtype=torch.bool)
         if valid_BS is not None:
-            given_T = valid_BS.flatten()
-        valid_DC = given_T.new_zeros(num_places).scatter_(0, place_T, given_T)
+            valid_T = valid_BS.flatten()
+        valid_DC = valid_T.new_zeros(num_places).scatter_(0, place_T, valid_T)
         sequence = sequence_T.new_zeros(num_places).scatter_(0, place_T, sequence_T)
         return Rows(ids_DC.view(-1, width), None, valid_DC.view(-1, width), sequence, place_T)
 
@@ -300,8 +301,8 @@ class HubModel(Transformer):
             return tail(self.net, self.stream(batch)).flatten(0, 1)
 
     def stream(self, batch: Batch) -> Tensor:
-        """The hidden states after the last norm [B, S, H]. Slices of sequences need one whole
-        document in each: the modelling code keeps earlier positions in a cache of its own."""
+        """The hidden states after the last norm [B, S, H]. A sequence that comes in slices must be
+        one document: the modelling code keeps its earlier positions in a cache."""
         rows = self.rows_of(batch)
         with self._inside(self._make_context(batch, rows, PLAIN_FLOW)):
             return self._hidden_states(rows, wants_logits=False, slices=batch.slices)[0][0]
@@ -321,7 +322,7 @@ class HubModel(Transformer):
 
     @contextmanager
     def _inside(self, context: Context) -> Iterator[None]:
-        """Context manager of a forward, or of the recomputation of a layer. Meanwhile experts read
+        """Context manager of a forward, or of the recomputation of a layer: inside, experts read
         `context`."""
         if self.net.training != context.training:
             set_mode(self.net, training=context.training)
@@ -345,20 +346,20 @@ class HubModel(Transformer):
         """The stream after the last norm, or the tensors of the stage's last layer, and the logits
         of each router."""
         base, has_slices = self.net.base_model, slices is not NO_SLICES
-        given: dict[str, Any] = {"use_cache": has_slices}
+        options: dict[str, Any] = {"use_cache": has_slices}
         if wants_logits:
-            given["output_router_logits"] = True
+            options["output_router_logits"] = True
         if rows.position_BS is not None:
-            given["position_ids"] = rows.position_BS
+            position_BS = options["position_ids"] = rows.position_BS
             if self.architecture.documents == "masks":
-                given["attention_mask"] = masks(self.net, rows.ids_BS, rows.position_BS, self.dtype)
-        # The later versions of transformers have the shorter name.
+                options["attention_mask"] = masks(self.net, rows.ids_BS, position_BS, self.dtype)
+        # Later versions of transformers call the cache's argument `cache`.
         names = signature(base.forward).parameters
         cache = "cache" if "cache" in names else "past_key_values"
         if has_slices:
-            given[cache] = slices.foreign
+            options[cache] = slices.foreign
         try:
-            output = base(input_ids=rows.ids_BS, **given)
+            output = base(input_ids=rows.ids_BS, **options)
         except _StageEnd as end:
             return end.stream, end.router_logits
         if has_slices:
@@ -505,7 +506,7 @@ def together(leaves: list[Any]) -> list[Any]:
 
 
 class _Hidden:
-    """Output of a base model with given hidden states."""
+    """Output of a base model with given hidden states; all other outputs are None."""
 
     def __init__(self, hidden_BSH: Tensor) -> None:
         self.last_hidden_state = hidden_BSH

@@ -100,7 +100,8 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def kind_of(layer: nn.Module) -> frozenset[tuple[str, str]]:
-    """The kind of a layer: names and classes of its modules, and their attributes of a type."""
+    """The kind of a layer: names and classes of its modules, and their attributes that select a
+    variant (such as ``layer_type`` or ``is_causal``)."""
     attributes = {
         (f"{name}.{key}", str(value))
         for name, module in layer.named_modules()
@@ -132,7 +133,7 @@ def _small(
             value = _small(table, layers, experts, names)
         elif isinstance(value, list):
             items = cast("list[Any]", value)
-            if total is not None and len(items) >= total:
+            if total is not None and len(items) >= total:  # an item for each layer, or more
                 items = items[: len(items) - total + min(total, layers)]
             elif str(key).endswith("layers"):
                 items = [item for item in items if not isinstance(item, int) or item <= layers]
@@ -151,8 +152,9 @@ def _small(
         both = sum(values.get(part) or 0 for part in parts)
         for key in (key for key in values if str(key).endswith("head_dim") and key not in parts):
             if values[key] in (rotary, both):
-                small[key] = sum(small[part] for part in parts[values[key] == rotary :])
-    # Rotary pairs for time, height and width: all pairs that are rotated.
+                summed = parts[1:] if values[key] == rotary else parts
+                small[key] = sum(small[part] for part in summed)
+    # Numbers of rotary pairs for time, height and width; their sum is that of all rotated pairs.
     rope = dict(small.get("rope_parameters") or {})
     if "mrope_section" in rope:
         size = small.get("head_dim") or small["hidden_size"] // small["num_attention_heads"]
