@@ -169,10 +169,10 @@ def backward_in_rows(
     *,
     scale: float,
 ) -> Gradients:
-    """:func:`block_backward` with ``causal``, by matrix products of R queries at a time with all
-    keys that they see. X = B M: the query heads of a key/value head are rows of one product."""
+    """:func:`block_backward` with ``causal``, by matrix products of R rows with all keys that they
+    see: the rows of ROWS queries, for all query heads of a key/value head. X = B M products."""
     (num_sequences, num_heads), size = key_BMCD.shape[:2], query_BNSD.shape[2]
-    scaled_BNSD, near_BNS1 = query_BNSD * scale, lse_BNS[..., None].to(query_BNSD.dtype)
+    scaled_BNSD, lse_BNS1 = query_BNSD * scale, lse_BNS[..., None].to(query_BNSD.dtype)
     key_XCD, value_XCD = key_BMCD.flatten(0, 1), value_BMCD.flatten(0, 1)
     grad_query_BNSD = torch.empty_like(query_BNSD)
     grad_key_XCD, grad_value_XCD = (
@@ -181,14 +181,14 @@ def backward_in_rows(
     for start in range(0, size, ROWS):
         stop = min(start + ROWS, size)
         seen_XCD, values_XCD = key_XCD[:, :stop], value_XCD[:, :stop]
-        query_XRD, grad_XRD, near_XR1 = (
+        query_XRD, grad_XRD, lse_XR1 = (
             x[:, :, start:stop].unflatten(1, (num_heads, -1)).flatten(2, 3).flatten(0, 1)
-            for x in (scaled_BNSD, gradient_BNSD, near_BNS1)
+            for x in (scaled_BNSD, gradient_BNSD, lse_BNS1)
         )
-        # Minus the log-sum-exp the logits of large weights are near 0, where rounding is finest;
-        # the rounding of the log-sum-exp itself is the same for a row, and softmax removes it.
-        near_XRC = near_XR1.expand(-1, -1, stop)
-        logits_XRC = torch.baddbmm(near_XRC, query_XRD, seen_XCD.transpose(1, 2), beta=-1)
+        # Large weights have logits near the log-sum-exp. Their difference is near 0, where rounding
+        # is finest. A rounded log-sum-exp is the same for a whole row, and softmax removes it.
+        lse_XRC = lse_XR1.expand(-1, -1, stop)
+        logits_XRC = torch.baddbmm(lse_XRC, query_XRD, seen_XCD.transpose(1, 2), beta=-1)
         later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query_XRD.device)
         by_head = logits_XRC.unflatten(1, (-1, stop - start))[..., start:]
         by_head.masked_fill_(later.triu_(1), -torch.inf)
@@ -197,9 +197,9 @@ def backward_in_rows(
         by_logit_XRC = _SOFTMAX_BACKWARD(by_weight_XRC, weights_XRC, 2, query_BNSD.dtype)
         grad_value_XCD[:, :stop] += weights_XRC.transpose(1, 2) @ grad_XRD
         grad_key_XCD[:, :stop] += by_logit_XRC.transpose(1, 2) @ query_XRD
-        grad_XRD = (by_logit_XRC @ seen_XCD).mul_(scale)
-        by_head = grad_XRD.view(num_sequences, query_BNSD.shape[1], -1, query_BNSD.shape[3])
-        grad_query_BNSD[:, :, start:stop] = by_head
+        grad_query_XRD = (by_logit_XRC @ seen_XCD).mul_(scale)
+        shape_BNRD = num_sequences, query_BNSD.shape[1], -1, query_BNSD.shape[3]
+        grad_query_BNSD[:, :, start:stop] = grad_query_XRD.view(shape_BNRD)
     return Gradients(
         grad_query_BNSD,
         grad_key_XCD.to(key_BMCD.dtype).view(key_BMCD.shape),
@@ -244,8 +244,8 @@ def block_backward_reference(
     gradient_BNSD = gradient_BNSD.to(dtype)
     value_BNCD = value_BMCD.to(dtype).repeat_interleave(groups, dim=1)
     key_BNCD = key_BMCD.to(dtype).repeat_interleave(groups, dim=1)
-    mean_BNS1 = (gradient_BNSD * whole.y_BNSD.to(dtype)).sum(-1, keepdim=True)
-    by_logit_BNSC = weights_BNSC * (gradient_BNSD @ value_BNCD.transpose(2, 3) - mean_BNS1) * scale
+    dot_BNS1 = (gradient_BNSD * whole.y_BNSD.to(dtype)).sum(-1, keepdim=True)
+    by_logit_BNSC = weights_BNSC * (gradient_BNSD @ value_BNCD.transpose(2, 3) - dot_BNS1) * scale
 
     def of_groups(x_BNCD: Tensor) -> Tensor:
         """Sum over the query heads of each key/value head, [B, M, C, D]."""

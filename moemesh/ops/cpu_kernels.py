@@ -150,7 +150,8 @@ def rms_norm_backward(part, parts, grad, x, weight, epsilon, grad_x, grad_weight
             squares += number * number
             product += _number(grads[column]) * _number(weight[column]) * number
         root = _ONE / np.sqrt(squares / np.float32(size) + epsilon)
-        projection = root * root * root * product / np.float32(size)  # on x, which the norm removes
+        # The component of the gradient along x: the norm removes it.
+        projection = root * root * root * product / np.float32(size)
         for column in range(size):
             number, grad_y = _number(numbers[column]), _number(grads[column])
             scale = _number(weight[column])

@@ -31,27 +31,27 @@ def cross_entropy_reference(x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) 
 
 @fused
 def _with_chunk(
-    logits_TC: Tensor, lse_T: Tensor, target_T: Tensor, column_T: Tensor, here_T: Tensor
+    logits_TC: Tensor, lse_T: Tensor, target_T: Tensor, column_T: Tensor, in_chunk_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and target logit over the chunks up to this one. The target of a token is in
-    column `column_T` of the chunk if `here_T`."""
+    column `column_T` of the chunk if `in_chunk_T`."""
     logits_TC = logits_TC.to(lse_T.dtype)
     picked_T = logits_TC.gather(1, column_T[:, None]).squeeze(1)
     lse_T = torch.logaddexp(lse_T, torch.logsumexp(logits_TC, dim=1))
-    return lse_T, target_T + torch.where(here_T, picked_T, 0.0)
+    return lse_T, target_T + torch.where(in_chunk_T, picked_T, 0.0)
 
 
 @fused
 def _chunk_gradient(
-    logits_TC: Tensor, lse_T: Tensor, grad_T: Tensor, column_T: Tensor, here_T: Tensor
+    logits_TC: Tensor, lse_T: Tensor, grad_T: Tensor, column_T: Tensor, in_chunk_T: Tensor
 ) -> Tensor:
     """Gradient of a chunk's logits, in their dtype: (softmax - one-hot target) x `grad_T`."""
     grad_TC = torch.exp_(logits_TC.to(lse_T.dtype) - lse_T[:, None])
     if grad_TC.device.type == "cpu":
-        grad_TC.scatter_add_(1, column_T[:, None], -here_T[:, None].to(grad_TC.dtype))
+        grad_TC.scatter_add_(1, column_T[:, None], -in_chunk_T[:, None].to(grad_TC.dtype))
     else:  # a scatter would split the fused kernel in two
         columns_C = torch.arange(grad_TC.shape[1], device=grad_TC.device)
-        is_target_TC = (columns_C == column_T[:, None]) & here_T[:, None]
+        is_target_TC = (columns_C == column_T[:, None]) & in_chunk_T[:, None]
         grad_TC.sub_(is_target_TC.to(grad_TC.dtype))
     return grad_TC.mul_(grad_T[:, None]).to(logits_TC.dtype)
 
@@ -73,9 +73,9 @@ class _CrossEntropy(torch.autograd.Function):
         target_T = x_TH.new_zeros((num_tokens,), dtype=accumulate)
         for start in range(0, weight_VH.shape[0], chunk):
             weight_CH = weight_VH[start : start + chunk]
-            column_T, here_T = _columns(targets_T - first_row - start, weight_CH.shape[0])
+            columns = _columns(targets_T - first_row - start, weight_CH.shape[0])
             logits_TC = Held(x_TH @ weight_CH.t(), LOGITS)
-            lse_T, target_T = _with_chunk(logits_TC.tensor, lse_T, target_T, column_T, here_T)
+            lse_T, target_T = _with_chunk(logits_TC.tensor, lse_T, target_T, *columns)
         lse_T, target_T = combine(lse_T, target_T)
         ctx.save_for_backward(x_TH, weight_VH, targets_T, lse_T)
         ctx.first_row, ctx.chunk, ctx.leaf = first_row, chunk, weight_VH
@@ -85,18 +85,17 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, weight_VH, targets_T, lse_T = ctx.saved_tensors
         grad_x_TH = torch.zeros_like(x_TH)
-        later = ctx.needs_input_grad[1] and deferral.queue is not None
-        grad_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] and not later else None
+        is_deferred = ctx.needs_input_grad[1] and deferral.queue is not None
+        is_computed = ctx.needs_input_grad[1] and not is_deferred
+        grad_VH = torch.zeros_like(weight_VH) if is_computed else None
 
         def grad_logits() -> Iterator[tuple[slice, Tensor]]:
             """Rows of each chunk, and the gradient of its recomputed logits [T, C]."""
             for start in range(0, weight_VH.shape[0], ctx.chunk):
                 weight_CH = weight_VH[start : start + ctx.chunk]
-                column_T, here_T = _columns(targets_T - ctx.first_row - start, weight_CH.shape[0])
+                columns = _columns(targets_T - ctx.first_row - start, weight_CH.shape[0])
                 logits_TC = Held(x_TH @ weight_CH.t(), LOGITS)
-                grad_TC = Held(
-                    _chunk_gradient(logits_TC.tensor, lse_T, grad_T, column_T, here_T), LOGITS
-                )
+                grad_TC = Held(_chunk_gradient(logits_TC.tensor, lse_T, grad_T, *columns), LOGITS)
                 yield slice(start, start + weight_CH.shape[0]), grad_TC.tensor
 
         def weight_half() -> Tensor:
@@ -110,15 +109,15 @@ class _CrossEntropy(torch.autograd.Function):
             grad_x_TH.addmm_(grad_TC, weight_VH[rows])
             if grad_VH is not None:
                 torch.mm(grad_TC.t(), x_TH, out=grad_VH[rows])
-        if later:
+        if is_deferred:
             weight_gradient(ctx.leaf, weight_half, (x_TH, targets_T, lse_T, grad_T))
         return grad_x_TH, grad_VH, None, None, None, None
 
 
 def _columns(column_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Clamped column of each target, and whether the target lies in this chunk."""
-    here_T = (column_T >= 0) & (column_T < width)
-    return column_T.clamp(0, width - 1), here_T
+    in_chunk_T = (column_T >= 0) & (column_T < width)
+    return column_T.clamp(0, width - 1), in_chunk_T
 
 
 def cross_entropy(

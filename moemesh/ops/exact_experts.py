@@ -157,17 +157,18 @@ class _ExactExperts(torch.autograd.Function):
             grad_h_QG = torch.cat([grad_gate_QF, grad_product_QF * silu_QF], dim=1)
             del silu_QF, grad_gate_QF
         else:
-            both_QG = torch.cat([gate_QF, up_QF], dim=1)
-            product_QF, grad_h_QG = experts.form.backward(grad_product_QF, both_QG)
-            del both_QG
+            h_QG = torch.cat([gate_QF, up_QF], dim=1)
+            product_QF, grad_h_QG = experts.form.backward(grad_product_QF, h_QG)
+            del h_QG
         del grad_product_QF
         grad_weights_Q = torch.linalg.vecdot(grad_QF, product_QF)
         product_RF, grad_h_RG = rows.unpad(product_QF * scale_Q1), rows.unpad(grad_h_QG)
-        factors = [(grad_h_RG, x_RH), (grad_RH, product_RF)]
+        # (gradient, input) of the product of each leaf, in the order of ExpertWeights.tensors.
+        pairs = [(grad_h_RG, x_RH), (grad_RH, product_RF)]
         if experts.down_bias is not None:
             scale_R1 = weights_R[:, None].to(x_RH.dtype)
             grad_RC = grad_RH[:, experts.part].contiguous()
-            factors += [(grad_h_RG, torch.ones_like(scale_R1)), (grad_RC, scale_R1)]
+            pairs += [(grad_h_RG, torch.ones_like(scale_R1)), (grad_RC, scale_R1)]
             bias_RC = _of_rows(experts.down_bias, counts_EP)
             grad_weights_Q = grad_weights_Q + torch.linalg.vecdot(
                 rows.pad(grad_RC), rows.pad(bias_RC)
@@ -179,11 +180,11 @@ class _ExactExperts(torch.autograd.Function):
             g_QR = narrow_gradient(adapter, grad_h_QG, scale, rows.gemm)
             u_QR = narrow(adapter, rows.pad(x_RH), scale, rows.gemm)
             grad_x_QH += rows.gemm(g_QR, adapter.a)
-            factors.append((rows.unpad(g_QR), x_RH))
-            factors.append((part_of(adapter, grad_h_RG), rows.unpad(u_QR)))
+            pairs.append((rows.unpad(g_QR), x_RH))
+            pairs.append((part_of(adapter, grad_h_RG), rows.unpad(u_QR)))
         for adapter, g_QR in of_down:
             u_QR = narrow(adapter, product_QF * scale_Q1, scale, rows.gemm)
-            factors += [(rows.unpad(g_QR), product_RF), (grad_RH, rows.unpad(u_QR))]
+            pairs += [(rows.unpad(g_QR), product_RF), (grad_RH, rows.unpad(u_QR))]
 
         def gradient(needed: bool, leaf: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor | None:
             if not needed:  # a frozen weight
@@ -196,7 +197,7 @@ class _ExactExperts(torch.autograd.Function):
             )
 
         needed = ctx.needs_input_grad[-len(tensors) :]
-        weight_gradients = [gradient(*x) for x in zip(needed, ctx.leaves, factors, strict=True)]
+        weight_gradients = [gradient(*x) for x in zip(needed, ctx.leaves, pairs, strict=True)]
         grad_x_RH = rows.unpad(grad_x_QH)
         grad_weights_R = rows.unpad(grad_weights_Q).to(weights_R.dtype)
         return grad_x_RH, grad_weights_R, None, None, None, *weight_gradients

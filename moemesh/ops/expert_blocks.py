@@ -1,7 +1,7 @@
 """Rows of many experts in blocks, and the gradient of their stacked weights, block by block.
 
-Legend: E experts, B rows and D experts of one block, I input and O output channels. With frozen
-experts, these are the ones from the `border` on.
+Legend: E experts, B rows and D experts of one block, I input and O output channels. The experts
+from the `border` on are frozen (None: no expert is).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _blocks_of_whole_experts(
     """The blocks of the rows from `start` to `stop`, of which each expert has `counts_E`."""
     is_device = counts_E.device.type != "cpu"
     if is_device and most_experts is None:
-        if not border:
+        if not border:  # None or 0: all experts train, or all are frozen
             ends_E, trains = counts_E.cumsum(0, dtype=torch.int32), border is None
             return [Block(slice(0, counts_E.shape[0]), slice(start, stop), ends_E, trains)]
         middle, end = start + int(counts_E[:border].sum()), len(counts_E)
@@ -90,6 +90,7 @@ def _blocks_of_whole_experts(
             Block(slice(border, end), slice(middle, stop), second_D, False),
         ]
     blocks: list[Block] = []
+    # First expert and first row of the block that is being filled, and the end of its rows so far.
     expert, row, end = 0, start, start
     for index, count in enumerate(counts_E.tolist(), start=1):
         # Rows after the last expert's have no expert (RowMap.has_rest).
@@ -129,9 +130,12 @@ class WeightGradient:
         self._needed = needed and weight.numel() > 0
         self._is_deferred, self._is_bias = is_deferred, is_bias
         self._pending: list[tuple[Block, Tensor, Tensor, Tensor | None]] = []
-        #: Gradient of the last block; of all blocks, if there are several; and the fp32 sum of
-        #: blocks that share experts.
-        self._last, self._whole, self._total = weight, None, None
+        #: Gradient of the last added block (a placeholder before the first).
+        self._last = weight
+        #: Memory for the gradients of several blocks, each expert in one block; None otherwise.
+        self._whole: Tensor | None = None
+        #: Sum of the gradients of blocks that share experts, at least fp32; None otherwise.
+        self._total: Tensor | None = None
         if are_shared and self._needed:
             wide = torch.promote_types(weight.dtype, torch.float32)
             self._total = torch.zeros_like(self.stack, dtype=wide)

@@ -152,16 +152,16 @@ class _ExpertMLP(torch.autograd.Function):
             h_RG = y_RH.new_empty(num_rows, 2 * experts.gate_up.shape[2]) if is_kept else None
         parts = in_blocks(blocks, rows.source_R, weights_R, h_RG, y_RH)
         for block, source_B, weights_B, h_BG, y_BH in parts:
-            own = experts.of_block(block, source_NH.dtype)
-            h_BG = _gate_and_up(source_NH, source_B, own, block, h_BG)
+            block_experts = experts.of_block(block, source_NH.dtype)
+            h_BG = _gate_and_up(source_NH, source_B, block_experts, block, h_BG)
             product_BF = swiglu(h_BG, weights_B, experts.form)
-            y_BH = grouped_gemm(product_BF, own.down.transpose(1, 2), block.ends_D, y_BH)
-            if own.adapters:
+            y_BH = grouped_gemm(product_BF, block_experts.down.transpose(1, 2), block.ends_D, y_BH)
+            if block_experts.adapters:
                 gemm = partial(grouped_gemm, ends_E=block.ends_D)
-                add_products(own.of_down, product_BF, y_BH, experts.scale, gemm)
-            if own.down_bias is not None:
-                bias = of_rows(own.down_bias, block) * weights_B[:, None].to(y_BH.dtype)
-                y_BH[:, own.part] += bias
+                add_products(block_experts.of_down, product_BF, y_BH, experts.scale, gemm)
+            if block_experts.down_bias is not None:
+                bias = of_rows(block_experts.down_bias, block) * weights_B[:, None].to(y_BH.dtype)
+                y_BH[:, block_experts.part] += bias
         kept = [h_BG if h_RG is None else h_RG] if is_kept else []
         ctx.save_for_backward(source_NH, weights_R, *leaves, *kept)
         # Hooks may replace saved tensors by other objects; gradients belong to the leaves.
@@ -192,6 +192,7 @@ class _ExpertMLP(torch.autograd.Function):
         is_deferred = calls is not None or (is_queued and ctx.leaves[0].is_leaf)
         is_deferred = is_deferred and not is_bounded
         trained = [block for block in blocks if block.trains] if experts.rest else blocks
+        # One for each trained leaf, in the order of ExpertWeights.tensors; the blocks fill them.
         gradients = [
             WeightGradient(
                 leaf,
@@ -209,11 +210,13 @@ class _ExpertMLP(torch.autograd.Function):
         parts = in_blocks(blocks, rows.source_R, weights_R, grad_RH, h_RG, grad_x_RH)
         for block, source_B, weights_B, grad_BH, h_BG, grad_x_BH in parts:
             ends_D, gemm = block.ends_D, partial(grouped_gemm, ends_E=block.ends_D)
-            own = experts.of_block(block, source_NH.dtype)
-            of_gate_up, of_down = (own.of_gate_up, own.of_down) if own.adapters else ((), ())
+            block_experts = experts.of_block(block, source_NH.dtype)
+            of_gate_up = block_experts.of_gate_up if block_experts.adapters else ()
+            of_down = block_experts.of_down if block_experts.adapters else ()
             if h_BG is None:
-                h_BG = _gate_and_up(source_NH, source_B, own, block)
-            grad_product_BF = grouped_gemm(grad_BH, own.down, ends_D)
+                h_BG = _gate_and_up(source_NH, source_B, block_experts, block)
+            # Down projection and SwiGLU, from the output back to h.
+            grad_product_BF = grouped_gemm(grad_BH, block_experts.down, ends_D)
             narrow_down: list[Tensor] = []
             for adapter in of_down:
                 g_BR = narrow_gradient(adapter, grad_BH, experts.scale, gemm)
@@ -225,17 +228,18 @@ class _ExpertMLP(torch.autograd.Function):
             if block.trains:
                 gradients[0].add(block, grad_h_BG, source_NH, source_B)
                 gradients[1].add(block, grad_BH, product_BF)
-            if own.down_bias is not None:
+            if block_experts.down_bias is not None:
                 scale_B1 = weights_B[:, None].to(grad_h_BG.dtype)
-                grad_BC = grad_BH[:, own.part].contiguous()
+                grad_BC = grad_BH[:, block_experts.part].contiguous()
                 if block.trains:
                     gradients[2].add(block, grad_h_BG, torch.ones_like(scale_B1))
                     gradients[3].add(block, grad_BC, scale_B1)
-                bias_BC = of_rows(own.down_bias, block)
+                bias_BC = of_rows(block_experts.down_bias, block)
                 grad_weights_B += torch.linalg.vecdot(grad_BC, bias_BC).to(grad_weights_B.dtype)
             grad_weights.append(grad_weights_B)
+            # Gate and up projection, from h back to the rows; then the factors of adapters.
             if needs_source:
-                gate_up_DGH = own.gate_up.flatten(1, 2)
+                gate_up_DGH = block_experts.gate_up.flatten(1, 2)
                 grad_x_BH = grouped_gemm(grad_h_BG, gate_up_DGH, ends_D, grad_x_BH)
             factors = iter(gradients[num_weights:])
             if of_gate_up:
@@ -251,6 +255,7 @@ class _ExpertMLP(torch.autograd.Function):
                 u_BR = narrow(adapter, product_BF, experts.scale, gemm)
                 next(factors).add(block, g_BR, product_BF)
                 next(factors).add(block, grad_BH, u_BR)
+        # Results, one for each input of the forward.
         leaf_gradients: list[Tensor | None] = [None] * len(ctx.leaves)
         if calls is None:
             result = WeightGradient.result if is_queued else WeightGradient.compute
@@ -285,19 +290,19 @@ class _Call(NamedTuple):
 def _gate_and_up(
     source_NH: Tensor,
     source_B: Tensor,
-    own: ExpertWeights,
+    block_experts: ExpertWeights,
     block: Block,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The h of one block with the weights `own`; its rows are copies of `source_B`."""
+    """The h of one block, whose rows are copies of the source rows `source_B`."""
     x_BH = source_NH.index_select(0, source_B)
-    gate_up_DGH = own.gate_up.flatten(1, 2)
+    gate_up_DGH = block_experts.gate_up.flatten(1, 2)
     h_BG = grouped_gemm(x_BH, gate_up_DGH.transpose(1, 2), block.ends_D, out)
-    if own.adapters:
+    if block_experts.adapters:
         gemm = partial(grouped_gemm, ends_E=block.ends_D)
-        add_products(own.of_gate_up, x_BH, h_BG, own.scale, gemm)
-    if own.gate_up_bias is not None:
-        h_BG += of_rows(own.gate_up_bias.flatten(1), block)
+        add_products(block_experts.of_gate_up, x_BH, h_BG, block_experts.scale, gemm)
+    if block_experts.gate_up_bias is not None:
+        h_BG += of_rows(block_experts.gate_up_bias.flatten(1), block)
     return h_BG
 
 
@@ -305,7 +310,7 @@ def expert_mlp_of_few(
     x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: ExpertWeights
 ) -> Tensor:
     """Sums [T, H] of the weighted outputs of each token's experts, without gradient, for fewer rows
-    than experts: each (token, slot) pair is a product of its own, without sorting."""
+    than experts: one product for each (token, slot) pair, without sorting."""
     ids_R, weights_R = experts_TK.flatten(), weights_TK.flatten()
     numbers = ids_R.tolist()
 

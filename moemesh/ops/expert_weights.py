@@ -106,9 +106,9 @@ class ExpertWeights(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All weights in order: stacks, biases, both factors of every adapter, the rest."""
-        own = self[:2] if self.gate_up_bias is None else self[:4]
+        stacks = self[:2] if self.gate_up_bias is None else self[:4]
         factors = chain.from_iterable(map(itemgetter(0, 1), self.adapters))
-        return (*own, *factors, *self.rest)
+        return (*stacks, *factors, *self.rest)
 
     def blocks(
         self, counts_E: Tensor, num_rows: int, max_rows: int | None, dtype: torch.dtype
@@ -121,27 +121,27 @@ class ExpertWeights(NamedTuple):
         if counts_E.device.type != "cpu" and not (is_packed or is_bounded or self.rest):
             ends_E = counts_E.cumsum(0, dtype=torch.int32)
             return [Block(slice(0, num_experts), slice(0, num_rows), ends_E)]
-        numbers = 3 * width * self.down.shape[1]
+        numbers_of_expert = 3 * width * self.down.shape[1]
         return expert_blocks(
             counts_E,
             num_rows,
             max_rows,
             border=num_experts if self.rest else None,
             fewest_rows=block_rows(dtype, width),
-            most_experts=max(NF4_NUMBERS_AT_ONCE // numbers, 1) if is_packed else None,
+            most_experts=max(NF4_NUMBERS_AT_ONCE // numbers_of_expert, 1) if is_packed else None,
         )
 
     def of_block(self, block: Block, dtype: torch.dtype) -> ExpertWeights:
-        """Weights of the experts of one block within the rest; packed ones in `dtype`."""
+        """Weights of one block's experts, trained or frozen ones; packed weights in `dtype`."""
         start, stop = block.experts.start, block.experts.stop
         border, is_packed = self.gate_up.shape[0], self.gate_up.dtype == torch.uint8
         if stop - start == border and not self.rest and not is_packed:
             return self
-        own = [tensor for tensor in self[:4] if isinstance(tensor, Tensor)]
+        stacks = [tensor for tensor in self[:4] if isinstance(tensor, Tensor)]
         if not block.trains:
-            start, stop, own = start - border, stop - border, list(self.rest)
+            start, stop, stacks = start - border, stop - border, list(self.rest)
         return ExpertWeights(
-            *(dense(tensor[start:stop], dtype) for tensor in own),
+            *(dense(stack[start:stop], dtype) for stack in stacks),
             form=self.form,
             column=self.column,
             adapters=tuple(of_experts(self.adapters, block.experts)),
@@ -164,10 +164,12 @@ class ExpertWeights(NamedTuple):
 
     @property
     def of_gate_up(self) -> list[Adapter]:
+        """Adapters of ``gate_up``: each belongs to a part of it, so it has a `dim`."""
         return [x for x in self.adapters if x.dim is not None] if self.adapters else []
 
     @property
     def of_down(self) -> list[Adapter]:
+        """Adapters of ``down``, which belong to all of it."""
         return [x for x in self.adapters if x.dim is None] if self.adapters else []
 
     @property

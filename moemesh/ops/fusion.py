@@ -63,7 +63,7 @@ def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
         if not failed:
             try:
                 return fast(*args, **kwargs)
-            except (torch.AcceleratorError, torch.cuda.OutOfMemoryError):  # not the compiler
+            except (torch.AcceleratorError, torch.cuda.OutOfMemoryError):  # not compiler errors
                 raise
             except Exception as error:
                 failed = True
@@ -78,7 +78,8 @@ def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-#: Most threads of a call; one is as fast as three of torch's operations (docs/results/layer.md).
+#: Largest number of threads of a call; one thread is as fast as three of torch's operations
+#: (docs/results/layer.md).
 MOST_THREADS = 8
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Products of 16-bit numbers on a CPU with ROWS rows or more are rounded up to a multiple of it:
-#: oneDNN builds and caches a kernel for each number of rows, and those of an expert change in every
-#: step (docs/results/layer.md).
+#: Multiple to which a CPU pads the rows of 16-bit products, if they are this many or more: oneDNN
+#: builds and caches a kernel for each number of rows, and an expert's number changes in every step
+#: (docs/results/layer.md).
 ROWS = 32
 _FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,8 +23,8 @@ _FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
     """Write ``left @ right`` to `out`."""
     if torch._C._len_torch_dispatch_stack():
-        # Modes see results of operations, not what these write: selective checkpoints return the
-        # saved ones, counters of FLOPs know no other products.
+        # Dispatch modes see the results of operations, not what these write to `out`: selective
+        # checkpointing returns saved results, and FLOP counters know no other products.
         out.copy_(left @ right)
     else:
         torch.mm(left, right, out=out)
@@ -59,7 +59,7 @@ def grouped_weight_gradient_loop(
 
 
 def _rounded(num_rows: int) -> int:
-    """`num_rows`, from ROWS on rounded up to a multiple of it."""
+    """`num_rows`, rounded up to a multiple of ROWS unless it is smaller."""
     return num_rows if num_rows < ROWS else -(-num_rows // ROWS) * ROWS
 
 
@@ -82,7 +82,7 @@ def _has_fast_path(*tensors: Tensor) -> bool:
         steps = tensor.stride()
         if steps.count(1) > 1:
             return False
-        for step in steps:  # not a comprehension, whose frames would be twelve calls of a layer
+        for step in steps:  # a comprehension would add twelve calls to a layer: its frames
             if step != 1 and step * size % 16:
                 return False
     return True

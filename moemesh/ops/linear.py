@@ -53,7 +53,7 @@ class Adapter(NamedTuple):
         return self._replace(a=a, b=b)
 
     def part(self, y: Tensor) -> Tensor:
-        """The part of `y` [T, ...], whose other dims are those of the weight but the last."""
+        """The part of `y` [T, ...], whose dims after T are those of the weight but the last."""
         return y if self.dim is None else y.narrow(self.dim + 1, self.start, self.count)
 
 
@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _SwigluLinear(torch.autograd.Function):
-    """The products and their order are those of plain autograd: the same bits."""
+    """``swiglu(h) @ weight.T``, with the products of plain autograd in its order: the same bits."""
 
     @staticmethod
     def forward(ctx: Any, h_TG: Tensor, weight_OF: Tensor, form: SwigluForm) -> Tensor:
@@ -130,7 +130,7 @@ class _AdaptedLinear(torch.autograd.Function):
         y_TO = input_TI @ _matrix(weight, input_TI.dtype).t()
         y = y_TO.view(len(y_TO), *weight.shape[:-1])
         for adapter in kind.adapters(factors):
-            part = adapter.part(y)
+            part = adapter.part(y)  # a view of the output
             u_TR = (input_TI @ adapter.a.t()) * kind.scale
             part += (u_TR @ _rows(adapter.b).t()).view(part.shape)
         return y_TO

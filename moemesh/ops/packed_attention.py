@@ -31,9 +31,9 @@ class Documents(NamedTuple):
 
 
 def documents(starts_BS: Tensor | None, batch: int, length: int, device: torch.device) -> Documents:
-    """The documents of `batch` sequences of `length` positions. `starts_BS`: place in the sequence
-    of the first position of each position's document (int64, on the CPU, since the kernel needs
-    the longest as a number); None: each sequence is one document."""
+    """The documents of `batch` sequences of `length` positions. `starts_BS`: first position of each
+    position's document (int64, on the CPU: the kernel needs the length of the longest document as a
+    number); None: each sequence is one document."""
     if starts_BS is None:
         starts = torch.arange(0, batch * length + 1, length)
     else:
@@ -76,8 +76,8 @@ def packed_backward(
     """The gradients. `whole`: the attention, sinks included; `gradient_BNSD`: gradient of its
     output."""
     query_BNSD, value_size = qkv[0], qkv[2].shape[-1]
-    batch, outer = len(query_BNSD), (gradient_BNSD.to(query_BNSD.dtype), *qkv, whole.y_BNSD)
-    inputs = (_end_to_end(x, query_BNSD) for x in outer)
+    batch, tensors = len(query_BNSD), (gradient_BNSD.to(query_BNSD.dtype), *qkv, whole.y_BNSD)
+    inputs = (_end_to_end(x, query_BNSD) for x in tensors)
     lse_NT = whole.lse_BNS.transpose(0, 1).flatten(1).contiguous()
     # No dropout: the kernel reads no seed.
     none = query_BNSD.new_zeros(2, dtype=torch.uint64)

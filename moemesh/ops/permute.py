@@ -22,8 +22,8 @@ class RowMap:
     """``source_R``: the source row of each row. The inverse as bags: the copies of source row n are
     the rows ``copies_R[starts_N[n] : starts_N[n + 1]]``.
 
-    `has_rest`: R is an upper bound of the number of rows, so that the host need not wait for it.
-    The others are padding rows at the end, neither computed nor read, in N further bags.
+    `has_rest`: the last of the R rows may be padding, neither computed nor read; padding is in N
+    further bags. R does not depend on the routing then: the host need not wait for it.
     """
 
     source_R: Tensor
@@ -69,8 +69,8 @@ def map_from_sources(source_R: Tensor, num_sources: int) -> RowMap:
 
 def count_ids(ids: Tensor, num_ids: int) -> Tensor:
     """Count each of 0 .. num_ids - 1 in `ids` (int64, 1 dim; -1 is not counted): int64 [num_ids].
-    Without a wait for a device: ``bincount`` waits, ``histc`` of integers, which a CPU lacks, does
-    not."""
+    The host does not wait for a device: ``bincount`` would; ``histc`` of integers, which a CPU
+    lacks, does not."""
     if ids.device.type == "cpu":
         return torch.bincount(ids + 1, minlength=num_ids + 1)[1:]
     if not num_ids:
@@ -79,8 +79,9 @@ def count_ids(ids: Tensor, num_ids: int) -> Tensor:
 
 
 def count_by_owner(rows: RowMap, counts_L: Tensor, owner_N: Tensor, num_owners: int) -> Tensor:
-    """Rows of each of the L experts and each owner of their source rows: int64 [L, num_owners].
-    `counts_L`: rows of each expert, which follow one another. Without a wait."""
+    """Number of rows of each of the L experts that come from each owner: int64 [L, num_owners].
+    `counts_L`: rows of each expert, in the order of rows; `owner_N`: owner of each source row. The
+    host does not wait."""
     num_local = len(counts_L)
     expert_R = torch.repeat_interleave(
         _multiples(1, num_local, counts_L.device), counts_L, output_size=rows.num_rows
@@ -122,7 +123,7 @@ class SortedByExpert:
             key_TK = flat_TK * num_owners + owner_TK
         if not is_complete:  # -1 sorts last: its pairs have no row
             key_TK = torch.where(flat_TK < 0, num_experts * num_owners, key_TK)
-        #: The pairs ``token * K + slot`` by expert; those without one at the end.
+        #: The pairs ``token * K + slot`` in the order of experts; those without an expert last.
         self.order = torch.argsort(key_TK, stable=True)
 
     def rows(self, num_rows: int) -> tuple[RowMap, Tensor]:
@@ -132,7 +133,7 @@ class SortedByExpert:
         experts_TK, flat_R = self._experts_TK, self.order[:num_rows]
         num_tokens, num_slots = experts_TK.shape
         source_R = flat_R.div(num_slots, rounding_mode="floor")
-        if num_rows == experts_TK.numel():
+        if num_rows == experts_TK.numel():  # every token has K rows
             starts_T = _multiples(max(num_slots, 1), num_tokens, flat_R.device)
             places_R = _multiples(1, num_rows, flat_R.device)
             copies_R = torch.empty_like(flat_R).scatter_(0, flat_R, places_R)
@@ -193,9 +194,9 @@ def group_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[RowMap, Tenso
 
 class OwnSlots(NamedTuple):
     """The map from rows to (token, slot) pairs, each of which has at most one row: ``slot_R`` is
-    ``token * K + slot``. ``counts_E``: rows of each expert. ``none_TK``: whether a pair has a
-    padding row; None: there are none. ``experts_TK``: the routing, if it is known without a wait
-    that every pair has an expert."""
+    ``token * K + slot``. ``counts_E``: rows of each expert. ``none_TK``: whether a pair has no
+    expert, hence a padding row; None: no row is padding. ``experts_TK``: the routing, if the host
+    knows without a wait that every pair has an expert."""
 
     tokens: RowMap
     slot_R: Tensor
@@ -258,10 +259,10 @@ def sum_rows_between(rows_RH: Tensor, rows: RowMap, sources: range, copies: rang
 
 
 class NoSecondDerivative(RuntimeError):
-    """Raised by a backward whose gradients are to have a graph.
+    """Raised by a backward that runs with ``create_graph``.
 
-    `once_differentiable` of torch raises in the second backward, and not even there if that names
-    its inputs: ``torch.autograd.grad`` leaves out all earlier terms.
+    torch's `once_differentiable` raises later, in the second backward; and if this is a
+    ``torch.autograd.grad`` with respect to named inputs, it does not raise, but lacks terms.
     """
 
     def __init__(self) -> None:

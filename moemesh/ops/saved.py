@@ -31,9 +31,9 @@ class SavedForBackward:
     ones: each storage once, without parameters.
 
     ``peak_bytes``: most bytes that were alive at one time, ``peak_by_kind`` their parts;
-    ``total_bytes``: all bytes that were kept, by one microbatch or after another. A storage has the
-    kind of the innermost running module of `kinds` when it is first kept (:data:`OTHER` outside of
-    them). `becomes`: kind of the rest of the enclosing module, after the module of the key has run.
+    ``total_bytes``: all bytes that were kept, summed over microbatches. A storage has the kind of
+    the innermost running module of `kinds` when it is first kept (:data:`OTHER` outside of them).
+    `becomes`: kind of the rest of the enclosing module, after the module of the key has run.
     """
 
     def __init__(
@@ -85,22 +85,22 @@ class SavedForBackward:
     def count(self, held: Held, kind: str | None) -> None:
         """Count the storage of `held` until `held` is freed."""
         storage = held.tensor.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
-        if not size or address in self._ignored:
+        storage_id, size = storage._cdata, storage.nbytes()
+        if not size or storage_id in self._ignored:
             return
-        if not self._uses[address]:
+        if not self._uses[storage_id]:
             kind_now = self._running[-1] if kind is None else kind
-            self._kind_of[address] = kind_now
+            self._kind_of[storage_id] = kind_now
             self._alive[kind_now] += size
             self._alive_bytes += size
             self.total_bytes += size
             if self._alive_bytes > self.peak_bytes:
                 self.peak_bytes, self.peak_by_kind = self._alive_bytes, dict(self._alive)
-        self._uses[address] += 1
-        weakref.finalize(held, self._release, address, size)
+        self._uses[storage_id] += 1
+        weakref.finalize(held, self._release, storage_id, size)
 
-    def _release(self, address: int, size: int) -> None:
-        self._uses[address] -= 1
-        if not self._uses[address]:
+    def _release(self, storage_id: int, size: int) -> None:
+        self._uses[storage_id] -= 1
+        if not self._uses[storage_id]:
             self._alive_bytes -= size
-            self._alive[self._kind_of[address]] -= size
+            self._alive[self._kind_of[storage_id]] -= size

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 #: The finaliser of SplitMix64 (G. Steele et al., "Fast splittable pseudorandom number generators",
-#: 2014), with its constants as signed 64-bit integers; products wrap, as they must.
+#: 2014), with its constants as signed 64-bit integers. Its products are modulo 2^64.
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64

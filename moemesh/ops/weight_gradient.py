@@ -25,8 +25,8 @@ class Deferral:
 
     #: The active queue.
     queue: WeightGradientQueue | None = None
-    #: Whether the backward of a product that is computed now may run in a queue. If not, it runs
-    #: before this changes.
+    #: Whether the backward of a product that is computed now may run in a queue. The caller that
+    #: sets False runs that backward before it sets True.
     is_possible = True
 
 
@@ -53,7 +53,7 @@ class WeightGradientQueue:
         deferral.queue = None
 
     def append(self, weight: Tensor, compute: Callable[[], Tensor], kept: Sequence[Tensor]) -> None:
-        """`kept`: the tensors of activation size that `compute` holds."""
+        """Queue ``compute()`` for `weight`. `kept`: tensors of activation size that it holds."""
         self._pending.append((weight, compute, [Held(tensor, DEFERRED) for tensor in kept]))
 
     @torch.no_grad()
@@ -64,6 +64,7 @@ class WeightGradientQueue:
         of gradients passes its own `accumulate`.
         """
         pending, self._pending = self._pending, []
+        # Popped in the order of the backward: a closure is freed, with its tensors, after it runs.
         pending.reverse()
         while pending:
             weight, compute, _ = pending.pop()
