@@ -106,7 +106,7 @@ class Schedule(Shown):
         return sum(self.num_microbatches)
 
     def sample(self, op: Op) -> int:
-        """Number of the microbatch in the step: data, seeds and weights go by it, so that a
+        """Index of the microbatch in the step, over all pipes. It selects the batch, so that a
         two-pipe schedule sees the samples of a one-pipe schedule."""
         return self.first_sample[op.pipe] + op.microbatch
 

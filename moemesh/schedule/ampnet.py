@@ -111,7 +111,7 @@ def ampnet(
     cost = cost or (lambda op: 1 if op.kind == "F" else 2)
     if not (0 <= latency < math.inf):
         raise ScheduleConditionError(f"ampnet needs 0 <= latency < infinity, got {latency}")
-    # Event time: all that happens at one time, then the free ranks.
+    # Simulation by events: first all events of one time, then each free rank starts an operation.
     # (time, number, finished or arrived, operation); the number makes equal times deterministic.
     events: list[tuple[float, int, bool, Op]] = []
     running: list[Op | None] = [None] * len(policies)
@@ -126,8 +126,8 @@ def ampnet(
             policies[op.stage].finish(op)
             # Forwards go up to the last rank, backwards down to the first.
             if op.stage != (last if op.kind == "F" else 0):
-                to = op._replace(stage=op.stage + (1 if op.kind == "F" else -1))
-                heapq.heappush(events, (now + latency, number := number + 1, False, to))
+                consumer = op._replace(stage=op.stage + (1 if op.kind == "F" else -1))
+                heapq.heappush(events, (now + latency, number := number + 1, False, consumer))
         for rank, policy in enumerate(policies):
             if running[rank] is None and (op := policy.next()):
                 length = cost(op)

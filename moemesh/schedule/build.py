@@ -23,8 +23,8 @@ from moemesh.config.schedule_table import (
 )
 from moemesh.schedule.action import Op, Schedule
 
-#: Most operations of a schedule, more than any pipeline has: a typing error must not fill the
-#: memory.
+#: Largest number of operations of a schedule, more than any pipeline has: a typing error must not
+#: fill the memory.
 LARGEST_NUM_OPERATIONS = 2_000_000
 
 
@@ -114,7 +114,7 @@ def is_defined(name: str, ranks: int, microbatches: int, stages_per_rank: int = 
 def schedule_row(name: str) -> ScheduleRow:
     """The row of a schedule. Raises ValueError with the nearest name for an unknown one."""
     if name not in SCHEDULES:
-        # Only for the message: it reads the whole schema of the configuration.
+        # Imported late: it reads the whole schema of the configuration.
         from moemesh.config.suggest import nearest_choice
 
         hint = nearest_choice(name, tuple(SCHEDULES))

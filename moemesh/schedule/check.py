@@ -300,7 +300,7 @@ def _order(schedule: Schedule) -> Iterable[ScheduleFault]:
             for op in entry:
                 first.setdefault(op, index)
         for op, index in first.items():
-            # Dependencies on the same stage first.
+            # Dependencies on the same stage are reported first.
             needs = sorted(schedule.dependencies(op), key=lambda other: other.stage != op.stage)
             for needed in needs:
                 at, why = first.get(needed), "needs"
@@ -318,7 +318,7 @@ def _order(schedule: Schedule) -> Iterable[ScheduleFault]:
 def unread_messages(program: LoweredProgram, order: Sequence[int]) -> tuple[int, ...]:
     """Per rank, the most messages that can have arrived without being used yet.
 
-    A message can be there before its receiver has run n entries if its producer does not depend,
+    A message can have arrived when its receiver has run n entries, if its producer does not depend,
     by any path, on a later entry of the receiver; it is used when its consumer starts. `order` is
     an order in which all entries can be issued.
     """

@@ -54,8 +54,8 @@ class Costs:
 
 
 class BoundCosts:
-    """Costs of one schedule's entries. A virtual clock that adds these adds what the simulator
-    adds, so the two agree to the last bit."""
+    """Costs of one schedule's entries. A clock that adds these numbers, as the simulator does,
+    agrees with it to the last bit."""
 
     def __init__(self, costs: Costs, schedule: Schedule) -> None:
         if not costs.bandwidth > 0:

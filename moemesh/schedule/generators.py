@@ -1,5 +1,9 @@
 """Generators of the schedules that follow one rule per rank, with their papers.
 
+In formulas: p ranks, r a rank, s a stage, m microbatches, v chunks per rank; times tF, tI, tW, tB
+and tFB as in :mod:`moemesh.schedule.costs`; *span bubble* and *rank idle* as in
+:mod:`moemesh.schedule.simulate`.
+
 The numbers for which a schedule is defined are in its row of
 :data:`~moemesh.config.schedule_table.SCHEDULES`; :func:`~moemesh.schedule.build.build` checks them.
 """
@@ -33,7 +37,7 @@ from moemesh.schedule.action import (
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Stage r on rank r; rank r is p-1-r forwards ahead.
+    """Stage r on rank r, which starts with p-1-r forwards more than backwards.
 
     The bubble of GPipe, (p-1)(tF+tB), with less memory: rank r holds min(m, p-r) microbatches.
 
@@ -78,8 +82,8 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int
     rank 1: .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3---
     """
     chunks, total = stages_per_rank, num_microbatches * stages_per_rank
-    # Number each rank's forwards and backwards: groups of p microbatches, in them chunk by chunk.
-    # Then the order is that of 1F1B over these numbers.
+    # A rank's forwards, and its backwards, come in groups of p microbatches, in a group chunk by
+    # chunk. The order of both is that of 1F1B over their numbers in this sequence.
     orders: list[tuple[Entry, ...]] = []
     for rank in range(num_ranks):
         forwards: list[Op] = []
@@ -231,15 +235,15 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 3: f0 f1 .  F0 B0--- F1 B1--- .  b0--- .  .  b1---
     """
     half = num_ranks // 2
-    # Per rank: time slot -> operation, where all operations take one slot.
+    # Per rank: time slot -> operation. All operations take one slot.
     slots: list[dict[int, Op]] = [{} for _ in range(num_ranks)]
     for pipe, ranks in enumerate(mirrored(num_ranks)):
         for microbatch in range(num_microbatches // 2):
             block, place = divmod(microbatch, half)
-            first = 2 * num_ranks * block + 2 * place
+            first_slot = 2 * num_ranks * block + 2 * place
             for stage, rank in enumerate(ranks):
-                forward = first + stage
-                backward = first + 2 * num_ranks - 1 - stage
+                forward = first_slot + stage
+                backward = first_slot + 2 * num_ranks - 1 - stage
                 assert slots[rank].keys().isdisjoint((forward, backward)), "a slot taken twice"
                 slots[rank][forward] = Op("F", stage, microbatch, pipe)
                 slots[rank][backward] = Op("B", stage, microbatch, pipe)
@@ -395,8 +399,8 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     half, orders = num_ranks // 2, list[tuple[Entry, ...]]()
     for rank in range(num_ranks):
-        # (pipe, stage) of the pipe that enters at this rank's end of the pipeline, and of the
-        # other.
+        # (pipe, stage) of the pipe that enters at the end nearer to this rank, and of the other
+        # pipe.
         ends = [(0, rank), (1, num_ranks - 1 - rank)]
         near, far = ends if rank < half else reversed(ends)
         depth, each = min(rank, num_ranks - 1 - rank), num_microbatches // 2
@@ -471,7 +475,7 @@ def _dualpipe_order(
         put(op("F", far))
     for index in range(num_each - 2 * num_half + depth + 1):
         if index == 0 and to_middle == 0:
-            # Here the first block would wait for the middle rank's own forward.
+            # On a rank in the middle, the first block would wait for a forward of the same rank.
             put(op("F", near))
             put(op("B", far))
         else:

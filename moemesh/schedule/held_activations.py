@@ -17,7 +17,7 @@ from moemesh.schedule.costs import exact_list
 #: with the amount on each stage. A slice holds 1/num_slices of either.
 Amount = float | Sequence[float]
 
-#: Share of a cap by which a sum of fractions that reaches it may exceed it, by rounding.
+#: Relative rounding error: a sum of fractions may exceed its cap by this share.
 ROUNDING = 1e-9
 
 

@@ -113,8 +113,8 @@ def _searched(plan: Plan, model: ModelConfig | None, seq_len: int) -> Schedule:
 
 
 def fitting(schedule: Schedule, plan: Plan, source: str) -> Schedule:
-    """`schedule`, read from `source`, when a run of `plan` can carry it out. Raises UserError with
-    every number in which the two differ, or with what the checker finds."""
+    """Returns `schedule`, which comes from `source`, if a run of `plan` can carry it out. Raises
+    UserError with every number in which the two differ, or with what the checker finds."""
     # Imported late: most plans name a schedule, which needs no proof.
     from moemesh.schedule.check import check
 

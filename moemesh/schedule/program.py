@@ -1,8 +1,8 @@
 """A schedule in integers: the values that each entry waits for and makes, for fast passes.
 
 Every value an operation makes has a *slot*: the output of ``F``, the input gradient of ``B`` or
-``I``, the weight gradient of ``W``. An entry waits for slots and makes slots; the same value
-waited for on another rank, as a message, is another slot. Entries are numbered rank by rank.
+``I``, the weight gradient of ``W``. An entry waits for slots and makes slots. A value that is sent
+to another rank has a second slot there, for the message. Entries are numbered rank by rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Sent = tuple[int, int, int]
 class LoweredProgram:
     """The integers of one schedule.
 
-    ``entries[i]`` runs on ``rank[i]``, ranks occupy ``range(first[r], first[r + 1])``.
+    ``entries[i]`` runs on ``rank[i]``; rank r has the entries ``range(first[r], first[r + 1])``.
     ``waits[i]`` are the slots that entry i needs, ``awaited[i]`` those of messages among them;
     ``makes[i]`` the slots that it makes, one for each operation, and ``sent[i]`` its messages:
     their slot, the boundary (s is between stage s and s + 1) and the operation's place. Entries of
@@ -63,7 +63,7 @@ class LoweredProgram:
         return entry - self.first[self.rank[entry]]
 
     def where(self, entry: int) -> str:
-        """An entry for people: ``1F3 (rank 1, entry 4)``."""
+        """An entry as text for messages: ``1F3 (rank 1, entry 4)``."""
         name = "+".join(map(str, self.entries[entry]))
         return f"{name} (rank {self.rank[entry]}, entry {self.index(entry)})"
 
@@ -81,10 +81,10 @@ def lower(schedule: Schedule, *, relax_wrap: bool = False) -> LoweredProgram:
     if relax_wrap and (rest or schedule.placement != (looped(schedule.num_ranks, chunks),)):
         raise ValueError("relax_wrap needs one pipe with stage s on rank s % ranks")
     group = schedule.num_ranks if relax_wrap else 0
-    # Key k = ((pipe * S + stage) * M + microbatch) * L + slice: its forward has slot k, its input
-    # gradient K + k, its weight gradient 2K + k, messages 3K more.
+    # Key k = ((pipe * S + stage) * M + microbatch) * L + slice, one of K: its forward has slot k,
+    # its input gradient K + k, its weight gradient 2K + k; the slot of a message is 3K more.
     row = max(counts, default=0) * slices
-    keys = schedule.num_pipes * stages * row
+    num_keys = schedule.num_pipes * stages * row
     # Of every pipe and stage s: whether the edge between s - 1 and s is a message.
     crosses = [
         [False, *(a != b for a, b in pairwise(ranks)), False] for ranks in schedule.placement
@@ -94,7 +94,7 @@ def lower(schedule: Schedule, *, relax_wrap: bool = False) -> LoweredProgram:
         entries=tuple(entry for order in schedule.orders for entry in order),
         rank=tuple(r for r, order in enumerate(schedule.orders) for _ in order),
         first=(0, *accumulate(map(len, schedule.orders))),
-        num_slots=6 * keys,
+        num_slots=6 * num_keys,
     )
     numbers: dict[tuple[object, ...], int] = {}
     for entry in program.entries:
@@ -109,28 +109,29 @@ def lower(schedule: Schedule, *, relax_wrap: bool = False) -> LoweredProgram:
             ):
                 raise ValueError(f"{op} lies outside the schedule's stages, microbatches or slices")
             slot = (pipe * stages + stage) * row + microbatch * slices + slice
-            # `source` and `target` are edges as in `crosses`, `ahead` leads to the slot of the
-            # stage before in that direction; `has_slice`: another slice comes before this one.
+            # `source` and `target` are edges as in `crosses`: where the input comes from, where the
+            # output goes. `ahead` is the distance to the slot of the stage that makes the input;
+            # `has_slice`: another slice comes before this one in the same direction.
             if kind == "F":
                 source, target, ahead, has_slice = stage, stage + 1, -row, slice > 0
             else:
-                waits.append(slot if kind != "W" else keys + slot)
-                slot += keys
+                waits.append(slot if kind != "W" else num_keys + slot)
+                slot += num_keys
                 if kind == "W":
-                    makes.append(slot + keys)
+                    makes.append(slot + num_keys)
                     continue
                 source, target, ahead, has_slice = stage + 1, stage, row, slice < slices - 1
             if 0 < source < stages and not (group and source % group == 0 and microbatch % group):
                 needed = slot + ahead
                 if crosses[pipe][source]:
-                    needed += 3 * keys
+                    needed += 3 * num_keys
                     awaited.append(needed)
                 waits.append(needed)
             if has_slice:
                 waits.append(slot + (1 if ahead > 0 else -1))
             makes.append(slot)
             if crosses[pipe][target]:
-                sent.append((slot + 3 * keys, target - 1, place))
+                sent.append((slot + 3 * num_keys, target - 1, place))
         # As tuples, which the garbage collector need not visit.
         program.waits.append(tuple(waits))
         program.awaited.append(tuple(awaited))

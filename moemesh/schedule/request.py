@@ -1,6 +1,6 @@
 """The arguments of ``moemesh schedule``: a name or file, sizes, and costs as texts."""
 
-# Light to import: the command line reads its options from it.
+# Without slow imports: the command line reads its options from this module.
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

@@ -124,7 +124,8 @@ def simulate(
     weight_memory: Amount = 1,
     unit: Unit = "ticks",
 ) -> Simulation:
-    """Run `schedule` on paper. The default costs are one tick for F, I and W, none for messages.
+    """Start and end of every entry. The default costs are one tick for F, I and W, none for
+    messages.
 
     `relax_wrap` enforces the wrap-around edge of the looped placement (last rank to first, and
     back) only for the first microbatch of each group of num_ranks, as some published numbers do. No
@@ -158,9 +159,9 @@ def entry_times(
 ) -> tuple[list[float], list[float], list[float]]:
     """Starts, ends and costs of ``program.entries``, in their order."""
     entries, rank_of, num_ranks = program.entries, program.rank, len(program.schedule.orders)
-    if bound.is_by_stage:
-        each = [bound.entry(entry) for entry in program.examples]
-        costs = [each[kind] for kind in program.alike]
+    if bound.is_by_stage:  # entries that are alike cost the same
+        example_costs = [bound.entry(entry) for entry in program.examples]
+        costs = [example_costs[kind] for kind in program.alike]
     else:
         costs = [bound.entry(entry) for entry in entries]
     delays = None if transport == "link" or callable(bound.delays) else bound.delays

@@ -52,9 +52,9 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
 def measured_costs(records: Sequence[WorkRecord]) -> Costs:
     """Median seconds of operations by kind and stage, and of overlapped blocks by their two stages.
 
-    Half the median of all blocks for a kind that a stage ran only in blocks. Of whole backwards and
-    their halves, the missing ones follow from the others: half of the whole, or the sum. 0 for
-    stages that are not in `records`.
+    A kind that a stage ran only in blocks takes half the median of all blocks. If only backwards or
+    only their halves were measured, the others follow: half of the whole, or the sum. Stages that
+    are not in `records` take 0.
     """
     moments: dict[tuple[int, float, float], list[WorkRecord]] = {}
     for record in records:

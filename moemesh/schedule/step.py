@@ -8,7 +8,7 @@ Beyond a few more microbatches than ranks a schedule repeats itself, so that
     T(m + u) = T(m) + u x (busiest rank, its messages included)
 
 for u microbatches at once. T is convex in m there and never grows faster than that, so it is enough
-to see the slope once; if very uneven stages delay it, twice the microbatches are laid out.
+to find this slope once; if very uneven stages reach it later, twice the microbatches are laid out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moemesh.schedule.costs import Costs
 from moemesh.schedule.program import LoweredProgram, lower
 from moemesh.schedule.simulate import entry_times
 
-#: Two slopes are the same up to this share.
+#: Relative difference up to which two slopes are equal.
 _ROUNDING = 1e-9
 
 
@@ -115,7 +115,8 @@ class PipelineStep(NamedTuple):
         return self._replace(microbatches=microbatches)
 
     def rounded_up(self, at_least: int) -> int:
-        """Smallest number of microbatches >= `at_least` that is whole units off this step's."""
+        """Smallest number of microbatches >= `at_least` that differs from this step's by whole
+        units."""
         return at_least + (self.microbatches - at_least) % self.unit
 
 
@@ -135,7 +136,8 @@ def duration(
         weight_gradient=weight_gradient,
         message=message,
     )
-    seconds: list[tuple[float, int]] = []  # of a microbatch; -rank: max takes the first
+    # (seconds of a microbatch, -rank): of equally busy ranks, max takes the first.
+    seconds: list[tuple[float, int]] = []
     for rank in range(step.ranks):
         work = message * step.messages_of(rank) * step.slices
         for stage in step.stages_of(rank):
@@ -194,16 +196,16 @@ def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
         numbers = _form_numbers(step, step.microbatches)
         peaks = [value_of(row.peak, numbers, rank) for rank in range(step.ranks)]
         return tuple(((float(min(step.microbatches, peak)),) * step.chunks,) for peak in peaks)
-    most = step.microbatches * step.share
-    # More than `count` microbatches do not raise the peaks; numbers below the least that the
-    # schedule is defined for hold a part of its peaks.
-    units = step.of(-(-step.microbatches // step.unit) * step.unit)
-    count = units.rounded_up(2 * step.ranks + 2 * step.unit)
+    per_stage = step.microbatches * step.share
+    # Lay out `count` microbatches: more do not raise the peaks, and fewer than the schedule is
+    # defined for (`least`) hold a part of the peaks of `least`.
+    whole_units = step.of(-(-step.microbatches // step.unit) * step.unit)
+    count = whole_units.rounded_up(2 * step.ranks + 2 * step.unit)
     if not step.is_stream:
         least, _ = _legal_counts(step.schedule, step.ranks, step.chunks)
-        count = min(count, max(units.microbatches, least))
+        count = min(count, max(whole_units.microbatches, least))
     # No stage keeps more than all microbatches of its pipe.
-    limit = math.inf if step.is_stream or most >= count * step.share else most
+    limit = math.inf if step.is_stream or per_stage >= count * step.share else per_stage
     return _laid_out_alive(step.of(count), limit)
 
 
@@ -246,7 +248,7 @@ def _laid_out_alive(step: PipelineStep, limit: float) -> tuple[tuple[tuple[float
 
 
 def weight_copies(step: PipelineStep, rank: int) -> int:
-    """Versions of its own stages' weights that a rank keeps (both pipes' stages are its own)."""
+    """Versions of the weights that a rank keeps of each of its stages (of both pipes)."""
     if not step.is_stream:
         return 1
     numbers = _form_numbers(step, max(step.microbatches, 4 * step.ranks))

@@ -2,8 +2,8 @@
 
 Li et al., "TeraPipe: Token-Level Pipeline Parallelism for Training Large-Scale Language Models",
 2021, arXiv:2102.07988. For causal models: a slice needs the keys and values of the slices before.
-A slice late in the sequence looks back at more keys than one at its start, so slices on which the
-costliest stage takes equally long have unequal lengths.
+A late slice attends to more keys than an early one, so slices on which the costliest stage takes
+equally long have unequal lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from moemesh.config.plan import Plan
 from moemesh.schedule.action import Op, Schedule, linear, one_pipe, single
 from moemesh.sharding.stages import cut_layers, last_stage_cost, layer_costs
 
-#: Places at which a sequence may be cut. The dynamic program takes the square of it.
+#: Largest number of places at which a sequence may be cut. The time of the dynamic program grows
+#: with its square.
 MOST_PLACES = 64
 
 
@@ -40,8 +41,8 @@ def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Schedule
         )
         for rank in range(num_ranks)
     )
-    place = linear(num_ranks)
-    return one_pipe("terapipe", place, orders, num_microbatches, num_slices=num_slices)
+    placement = linear(num_ranks)
+    return one_pipe("terapipe", placement, orders, num_microbatches, num_slices=num_slices)
 
 
 def best_slices(
@@ -124,8 +125,8 @@ def slice_lengths(model: ModelConfig, plan: Plan, seq_len: int) -> tuple[int, ..
     layers = cut_layers(model, plan.num_stages, plan.layers_per_stage)
     stages = stage_costs(model, layers)
 
-    def cost(places_here: int, places_before: int) -> float:
-        n, c = (count * seq_len / places for count in (places_here, places_before))
+    def cost(num_places: int, num_before: int) -> float:
+        n, c = (count * seq_len / places for count in (num_places, num_before))
         return max(weights * n + scores * n * (c + (n + 1) / 2) for weights, scores in stages)
 
     pieces = best_slices(cost, places, len(stages), plan.microbatches, num_slices)
@@ -134,7 +135,7 @@ def slice_lengths(model: ModelConfig, plan: Plan, seq_len: int) -> tuple[int, ..
 
 
 def stage_costs(model: ModelConfig, layers: Sequence[range]) -> list[tuple[int, int]]:
-    """Per stage: multiply-adds of a token with weights, and with each token that it looks at."""
+    """Per stage: multiply-adds of a token with weights, and with each token that it attends to."""
     weights = layer_costs(model)
     scores = model.num_heads * (model.query_head_dim + model.value_head_dim)
     costs = [(sum(weights[index] for index in cut), scores * len(cut)) for cut in layers]

@@ -108,7 +108,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The same in comma-separated cells, a row for every line of the text form."""
+    """The text form in comma-separated cells, a row for every line."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([MAGIC, *_header(schedule)])
@@ -154,6 +154,7 @@ def from_csv(text: str) -> Schedule:
         lines.pop()
     if not lines:
         raise TextError("the table is empty")
+    # A bare table: numbers and placement follow from the operations.
     if " ".join(lines[0].label.split()) != MAGIC:
         orders = tuple(map(_entries, lines))
         ops = [op for order in orders for entry in order for op in entry]
@@ -274,6 +275,7 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
         if kind not in UPDATE_KINDS:
             raise first.error(f"expected one of {', '.join(UPDATE_KINDS)}", index)
         update = UpdateRule(kind=cast(Any, kind), window=count("window"))
+    # The labelled lines: one for each pipe, one for each rank.
     parts: dict[str, dict[int, _Line]] = {"place": {}, "rank": {}}
     for line in lines[1:]:
         word, _, number = line.label.partition(" ")

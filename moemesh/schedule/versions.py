@@ -72,7 +72,7 @@ def versions(
 
 
 class _Stage:
-    """Weight versions of one stage while its operations go by."""
+    """Weight versions of one stage, updated with each of its operations in order."""
 
     def __init__(self, schedule: Schedule, rule: UpdateRule, pipe: int, stage: int) -> None:
         self.kind, self.window = rule.kind, 1 if rule.kind == "stash" else rule.window

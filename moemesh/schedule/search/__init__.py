@@ -33,8 +33,9 @@ from moemesh.schedule.simulate import simulate
 #: Budgets, in scheduled operations, of list scheduling and of moves (about a second).
 GREEDY_OPERATIONS = 120_000
 IMPROVE_OPERATIONS = 2_500_000
-#: Most partial orders of the exact search, and most operations for which it is tried.
+#: Largest number of partial orders of the exact search.
 EXACT_NODES = 20_000
+#: Largest number of operations for which the exact search is tried.
 EXACT_OPERATIONS = 96
 #: Operations of the largest schedule that is searched for: more would take minutes.
 LARGEST_SEARCHED = 200_000
@@ -134,12 +135,13 @@ def search(
             f"(nearest: microbatches {most})"
         )
     problems = _problems(question, chunks)
-    fitting = sorted({problem.num_stages // num_ranks for problem in problems})
+    # Hand-made schedules that fit the costs and the memory.
+    chunk_counts = sorted({problem.num_stages // num_ranks for problem in problems})
     candidates: list[_Fitting] = []
     for name in HAND_MADE:
-        given = max(SCHEDULES[name].stages_per_rank, default=None)  # None: any above 1
-        for count in [n for n in fitting if n == given or (given is None and n > 1)]:
-            num_chunks = count if given is None else 1
+        fixed = max(SCHEDULES[name].stages_per_rank, default=None)  # None: any above 1
+        for count in [n for n in chunk_counts if n == fixed or (fixed is None and n > 1)]:
+            num_chunks = count if fixed is None else 1
             try:
                 schedule = build(name, num_ranks, num_microbatches, stages_per_rank=num_chunks)
             except ValueError:
@@ -150,6 +152,7 @@ def search(
                 cost = _cost(question, schedule)
                 candidates.append(_Fitting(cost, schedule, schedule.name))
     hand_made = {candidate.origin: candidate.cost for candidate in candidates}
+    # The best schedule and a lower bound of each placement.
     bounds: list[float] = []
     for problem in problems:
         best, bound = _search_placement(question, problem, candidates, effort)
@@ -188,7 +191,7 @@ def _search_placement(
     ]
     block, overlapped = math.inf, question.costs.overlapped
     if overlapped is not None and problem.num_stages > problem.num_ranks:
-        # Nothing is known of a function's smallest value.
+        # The smallest value of a function is unknown; 0 is a bound.
         block = 0 if callable(overlapped) else costs.entry((Op("F", 0, 0), Op("B", 0, 0)))
     bound = lower_bound(problem, shortest_times(problem, full, block))
     states: list[tuple[str, State]] = []
@@ -211,11 +214,11 @@ def _search_placement(
     origin, best = states[0]
     target = bound * (1 + ROUNDING)
     evaluations = int(IMPROVE_OPERATIONS * effort / STARTS / problem.num_operations)
-    # States of one key are similar: the first represents them.
-    different: dict[tuple[float, float], State] = {}
+    # Moves start from the best states, one for each key: states of equal keys are similar.
+    starts: dict[tuple[float, float], State] = {}
     for _, state in states:
-        different.setdefault(state.key, state)
-    for start in [*different.values()][:STARTS]:
+        starts.setdefault(state.key, state)
+    for start in [*starts.values()][:STARTS]:
         if best.times.cost <= target:
             break
         better = improve(problem, start, budget=evaluations, target=target)

@@ -63,6 +63,7 @@ def lower_bound(problem: SearchProblem, times: Shortest) -> float:
     for rank in range(problem.num_ranks):
         first, last = problem.stages[rank][0], problem.stages[rank][-1]
         m, owned, cap = problem.num_microbatches, problem.stages[rank], problem.rooms[rank]
+        # Times from the rank's first stage to its last: forwards, and input gradients back.
         up, down = _forwards(times, first, last), _backwards(times, last, first)
         # Time from a forward on the rank's last stage until the input gradient there may start.
         around = _round_trip(times, last, problem.num_stages)
@@ -97,6 +98,8 @@ def lower_bound(problem: SearchProblem, times: Shortest) -> float:
         if problem.objective == "span":
             bounds.append(span)
             continue
+        # The makespan also has the time before the rank's first forward, and after its last
+        # input gradient.
         head = _forwards(times, 0, first) - times.forward[first]
         tail = _backwards(times, first, 0) - times.inner[first] + times.rest(0) if first else 0
         # All forwards and input gradients of the rank come before its last input gradient.

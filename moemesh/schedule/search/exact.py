@@ -3,10 +3,10 @@
 Orders are built in time (Giffler and Thompson, "Algorithms for Solving Production-Scheduling
 Problems", doi:10.1287/opre.8.4.487): take the operation that can end first; on its rank, branch
 over every operation that could start before that end. This keeps an optimal order for any objective
-that later ends only worsen, and the first starts are fixed, so spans are such. Memory breaks the
+that only grows with the ends. Spans do, since the first starts are fixed. Memory breaks the
 argument only with several stages on a rank: with one, moving its next forward before gradients adds
-memory only where nothing else needs it. Partial orders that reach the same counts no earlier
-than another are dropped.
+memory only where nothing else needs it. A partial order that reaches the counts of another one no
+earlier is dropped.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def branch_and_bound(problem: SearchProblem, best: float, *, max_nodes: int) -> 
 class _Node(NamedTuple):
     """A partial order. `counts`: operations run of each letter. Per rank: `clocks`, the end of its
     last operation; `held` activation; `left`, its remaining work in time. `arrivals`: per letter of
-    F and I, arrival times of inputs that were not used yet. `letter`: the last one run."""
+    F and I, arrival times of inputs that were not used yet. `letter`: the last letter run."""
 
     counts: tuple[int, ...]
     clocks: tuple[float, ...]
@@ -119,7 +119,7 @@ class _Tree:
             for start, end, letter in ready[rank]
             if start < first_end or end == first_end
         ]
-        # Input gradients first, then forwards: others wait for them.
+        # Of equal starts, input gradients first, then forwards: other operations wait for both.
         stages = self.problem.num_stages
         order = sorted(chosen, key=lambda item: (item[0], (1, 0, 2)[item[1] // stages]))
         return [self.step(node, rank, letter, start) for start, letter in order]

@@ -19,11 +19,11 @@ from moemesh.schedule.search.problem import Letters, SearchProblem
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyPolicy:
-    """Choice of a rank. ``limits[r]`` contexts may be live on rank r. `prefer` decides between a
-    forward and an input gradient that are both ready; "alternate" takes the other of the last.
-    `gap`: while the next input is in flight, a weight gradient runs if the wait is at least that
-    share of its time. `deepest`: among stages of a rank, take the one nearest to the last stage,
-    rather than the first arrival."""
+    """Rule by which a rank chooses. At most ``limits[r]`` contexts are live on rank r. `prefer`
+    decides between a forward and an input gradient that are both ready; "alternate" takes the kind
+    that did not run last. `gap`: while the next input is in flight, a weight gradient runs if the
+    wait is at least that share of its time. `deepest`: among stages of a rank, take the one nearest
+    to the last stage, rather than the first arrival."""
 
     limits: tuple[int, ...]
     prefer: Literal["I", "alternate", "F"]
@@ -52,9 +52,9 @@ def policies(problem: SearchProblem) -> Iterator[GreedyPolicy]:
     # How many microbatches each rank may have in flight.
     shapes = (
         [trip + 1 for trip in away],
-        [2 * (ranks - rank) - 1 for rank in range(ranks)],
-        [ranks - rank for rank in range(ranks)],
-        [ranks] * ranks,
+        [2 * (ranks - rank) - 1 for rank in range(ranks)],  # as ZB-H2
+        [ranks - rank for rank in range(ranks)],  # as 1F1B
+        [ranks] * ranks,  # as ZB-V
     )
     profiles = [[n + extra for n in shape] for extra in (0, 1, 2) for shape in shapes]
     limit_settings = dict.fromkeys(

@@ -112,7 +112,8 @@ def neighbours(problem: SearchProblem, state: State) -> Iterator[tuple[int, list
 
 
 def critical_blocks(problem: SearchProblem, state: State) -> list[tuple[int, int, int]]:
-    """Blocks of the longest path, from its end: (rank, first and last position in its order)."""
+    """Blocks of several operations on the longest path, from its end: (rank, first and last
+    position in its order)."""
     times = state.times
     rank = times.by_rank.index(times.cost)
     place = {op: at for order in state.operations for at, op in enumerate(order)}

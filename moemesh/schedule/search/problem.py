@@ -25,7 +25,7 @@ Letters = list[list[int]]
 
 
 class TimedOrders(NamedTuple):
-    """One evaluation: the objective, its value on every rank, ends and starts of operations."""
+    """One evaluation: the objective, its value on every rank, starts and ends of operations."""
 
     cost: float
     by_rank: list[float]
@@ -53,9 +53,9 @@ class SearchProblem:
     Per operation: `cost`, `source` (the operation that it waits for, -1 for none) and `delay` (time
     from the end of the source until its output arrives). ``whole[s]`` and ``kept[s]`` are M_a and
     M_w of a stage, ``caps[r]`` what a rank may hold (infinite without a cap), all in the pieces of
-    :func:`~moemesh.schedule.held_activations.amounts`; `rooms` are the caps and what sums of
-    fractions may exceed them by rounding. ``stages[r]`` are those of a rank, ascending, ``busy[r]``
-    is the time that it works.
+    :func:`~moemesh.schedule.held_activations.amounts`; `rooms` are the caps plus the rounding error
+    of sums of fractions. ``stages[r]`` are the stages of a rank, ascending, ``busy[r]`` is the sum
+    of its costs.
     """
 
     def __init__(self, question: SearchQuestion, placement: tuple[int, ...]) -> None:
@@ -99,9 +99,9 @@ class SearchProblem:
 
     @cached_property
     def origins(self) -> list[float]:
-        """Subtracted from each rank's last end: its first start, or 0 for the makespan. The first
-        operation of a rank is the forward of microbatch 0 on its first stage, and every rank before
-        it starts with that microbatch too: the first start is the same in any order."""
+        """Start of the objective's time on each rank: its first start, or 0 for the makespan. The
+        first operation of a rank is the forward of microbatch 0 on its first stage, and every rank
+        before it starts with that microbatch too: the first start is the same in any order."""
         origins: list[float] = [0] * self.num_ranks
         for rank in range(self.num_ranks if self.objective == "span" else 0):
             for stage in range(1, self.stages[rank][0] + 1):
