@@ -1,4 +1,4 @@
-"""A torch mode for float64 runs: modelling code that casts to float32 computes in float64 instead.
+"""A mode for float64 runs: modelling code that casts to float32 computes in float64 instead.
 
 Norms, rotary positions and routers of transformers cast by ``.float()`` or
 ``dtype=torch.float32``. A float64 run would round there to 24 bits, and layouts differ by 1e-7.
