@@ -152,25 +152,25 @@ class LatentAttention(AttentionBlock):
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__(config, layer)
         hidden, heads, size = config.hidden_size, config.num_heads, config.query_head_dim
-        rank, latent = config.q_lora_rank, config.kv_lora_rank
+        query_latent, latent = config.q_lora_rank, config.kv_lora_rank
         down = latent + config.qk_rotary_head_dim
-        if rank:
-            self.query_down = nn.Parameter(torch.empty(rank, hidden))
-            self.query_down_bias = parameter_if(config.qkv_bias, rank)
-            self.query_up = nn.Parameter(torch.empty(heads, size, rank))
+        if query_latent:
+            self.query_down = nn.Parameter(torch.empty(query_latent, hidden))
+            self.query_down_bias = parameter_if(config.qkv_bias, query_latent)
+            self.query_up = nn.Parameter(torch.empty(heads, size, query_latent))
         else:
             self.query = nn.Parameter(torch.empty(heads, size, hidden))
         self.key_value_down = nn.Parameter(torch.empty(down, hidden))
         self.key_value_down_bias = parameter_if(config.qkv_bias, down)
-        both = config.qk_nope_head_dim + config.v_head_dim
-        self.key_value_up = nn.Parameter(torch.empty(heads, both, latent))
+        up = config.qk_nope_head_dim + config.v_head_dim
+        self.key_value_up = nn.Parameter(torch.empty(heads, up, latent))
         self.output = nn.Parameter(torch.empty(hidden, heads * config.v_head_dim))
         self.output_bias = parameter_if(config.output_bias, hidden)
         self.sinks = parameter_if(config.attention_sinks, heads)
-        queries = ("query_down", "query_up") if rank else ("query",)
+        queries = ("query_down", "query_up") if query_latent else ("query",)
         self.add_adapters(config.lora, *queries, "key_value_down", "key_value_up", "output")
-        if rank:
-            self.query_latent_norm = RMSNorm(rank, config.latent_norm_eps)
+        if query_latent:
+            self.query_latent_norm = RMSNorm(query_latent, config.latent_norm_eps)
         self.key_value_latent_norm = RMSNorm(latent, config.latent_norm_eps)
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
@@ -231,6 +231,7 @@ class ProjectionNorm(nn.Module):
 
 
 def query_key_norm(config: ModelConfig, heads: int) -> nn.Module:
+    """The norm of queries or keys [B, S, heads, D]; the identity without ``qk_norm``."""
     if not config.qk_norm:
         return nn.Identity()
     if config.qk_norm_over == "head":

@@ -20,8 +20,8 @@ from moemesh.ops.host_copy import upload
 class Ahead(NamedTuple):
     """A microbatch for an extra prediction layer, shifted by `depth` tokens; all [B, S]. At
     position s, ``tokens_BS`` has token s + depth, and ``targets_BS`` the token after it.
-    ``valid_BS``: whether the document of position s contains the input token (None: everywhere);
-    ``loss_BS``: whether the target carries loss for position s."""
+    ``valid_BS``: whether position s and position s + depth - 1, whose target is the input token,
+    are valid and in one document (None: everywhere); ``loss_BS``: whether the target has loss."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
@@ -156,6 +156,7 @@ class Batch:
         return len(self.tokens_BS) if valid_BS is None else int(valid_BS.any(1).sum())
 
     def num_loss_tokens(self) -> int:
+        """Tokens that carry loss."""
         mask_T = (self.on_host or self).loss_mask_T()
         return self.num_tokens if mask_T is None else int(mask_T.sum())
 
@@ -220,6 +221,7 @@ def make_context(
     length = seq_len if batch.length is None else batch.length
     runs = (range(length),) if batch.runs is None else batch.runs
     positions_S = position_ids(runs, device)
+    # Documents: their starts in whole sequences, and positions that restart in each.
     starts_BL = host_starts_BL = None
     rotary_positions = positions_S
     if batch.documents_BS is not None:
@@ -229,6 +231,7 @@ def make_context(
         rotary_positions = positions_S - starts_BL[:, positions_S]
     # With slices, the keys of all earlier positions are cached.
     keys = runs if batch.slices is NO_SLICES else (range(runs[-1].stop),)
+    # The rows of this rank.
     rows_T = torch.arange(local.start, local.stop, device=device)
     sequence_T = rows_T // max(seq_len, 1)
     valid_T = None

@@ -58,6 +58,7 @@ class AdaptedModule(nn.Module):
         return Adapted(weight, tuple(self.adapters(leaf)), self.scaling)
 
     def adapters(self, leaf: str) -> list[Adapter]:
+        """The adapters of the weight `leaf`."""
         return adapters_of(self, self._adapted.get(leaf, ()))
 
 

@@ -151,8 +151,9 @@ class Memory:
 
 
 class WeightGate:
-    """Calls before and after the code that reads a unit's weights, which may be gathered there;
-    units are those of :mod:`moemesh.sharding.buckets` ("embedding", "layers.3", "head")."""
+    """Called before and after the code that reads a unit's weights, so that parallelism can gather
+    and free them. Units are those of :mod:`moemesh.sharding.buckets` ("embedding", "layers.3",
+    "head")."""
 
     def fetch(self, unit: str) -> None:
         """Called before the weights of `unit` are read."""

@@ -39,7 +39,7 @@ class Visibility:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether queries and keys are the same single run, without documents or a window."""
+        """Whether queries and keys are the same single run, and :attr:`is_triangle`."""
         return self.is_triangle and len(self.queries) == 1 and self.queries == self.keys
 
     @property

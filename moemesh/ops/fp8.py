@@ -18,6 +18,7 @@ LARGEST = 448.0
 
 
 def num_blocks(hidden: int) -> int:
+    """Blocks of a row of `hidden` values."""
     return -(-hidden // BLOCK)
 
 

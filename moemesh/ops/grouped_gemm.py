@@ -96,8 +96,8 @@ def grouped_gemm(
         return x_RI.new_empty(0, weight_EIO.shape[2]) if out is None else out
     if x_RI.device.type == "cpu" and x_RI.itemsize == 2:
         y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2]) if out is None else out
-        # Rounded up with rows of the next experts, whose own products then overwrite the extra
-        # results; at the end with zeros, in a copy.
+        # Extra rows are those of the next experts, whose products then overwrite the extra results;
+        # at the end of all rows a copy has zeros there.
         for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
             stop, weight_IO = start + _rounded(end - start), weight_EIO[expert]
             if stop <= len(x_RI):

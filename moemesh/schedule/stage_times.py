@@ -56,6 +56,7 @@ def measured_costs(records: Sequence[WorkRecord]) -> Costs:
     only their halves were measured, the others follow: half of the whole, or the sum. Stages that
     are not in `records` take 0.
     """
+    # Operations of a block have one start and one end.
     moments: dict[tuple[int, float, float], list[WorkRecord]] = {}
     for record in records:
         moments.setdefault((record.rank, record.start, record.end), []).append(record)
@@ -67,7 +68,7 @@ def measured_costs(records: Sequence[WorkRecord]) -> Costs:
             alone.setdefault(stages[0], []).append(end - start)
             continue
         blocks.setdefault(tuple(stage for _, stage in sorted(stages)), []).append(end - start)
-        for key in stages:
+        for key in stages:  # no times if it never ran alone
             alone.setdefault(key, [])
     halves = [time / 2 for times in blocks.values() for time in times]
     table = {key: median(times or halves) for key, times in alone.items()}

@@ -256,6 +256,7 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
     if not lines or lines[0].label != MAGIC:
         first_line = f"line {lines[0].number}, {lines[0].label!r}" if lines else "no line at all"
         raise TextError(f"{first_line}: expected {MAGIC!r} and its header")
+    # Numbers of the header.
     first, tokens = lines[0], _header_tokens(lines[0])
 
     def count(key: str) -> int:
@@ -291,6 +292,7 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
         missing = next((n for n in range(limit) if n not in parts[word]), None)
         if missing is not None:
             raise TextError(f"no line '{word} {missing}:'")
+    # The contents of the lines, then the rest of the header.
     placement: list[tuple[int, ...]] = []
     for pipe in range(len(counts)):
         line = parts["place"][pipe]

@@ -80,6 +80,7 @@ def _flops(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float
     flops, current = Counter[int](), [-1]
 
     def enter(index: int) -> None:
+        # The layer that ends here has computed all FLOPs since the last call.
         flops[current[0]] += counter.get_total_flops() - sum(flops.values())
         current[0] = index
 
@@ -95,6 +96,7 @@ def _kept(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float]
     experts unless these are plain SwiGLU MLPs."""
     kept, of_experts = Counter[int](), Counter[int]()
     parameters = {id(parameter) for parameter in model.parameters()}
+    #: Tensors that were counted; since they stay alive, no id is used twice.
     seen: dict[int, Tensor] = {}
     current, counts = [-1], [kept]
 

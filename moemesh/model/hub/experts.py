@@ -269,7 +269,7 @@ class HeldExperts:
         if name != "gate_up_proj":
             return y_RO + deltas[0]
         zeros = torch.zeros_like(next(iter(deltas.values())))
-        pair = [deltas.get(start, zeros) for start in range(2)]
+        pair = [deltas.get(start, zeros) for start in range(2)]  # gates, ups
         return y_RO + torch.stack(pair, -2 if self.module.is_concatenated else -1).flatten(-2)
 
     def _computed_by_module(self, rows: DispatchedRows) -> Tensor:

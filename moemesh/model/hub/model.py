@@ -245,6 +245,7 @@ class HubModel(Transformer):
                     hidden_TH = stream[0].flatten(0, 1)
                     if rows.place_T is not None:
                         hidden_TH = hidden_TH[rows.place_T]
+                    # Without tokens one row of padding remains: its empty loss keeps the graph.
                     losses_T = self._losses(hidden_TH[: max(batch.num_tokens, 1)], batch.targets_BS)
                     losses_T = self.weights.leave("head", losses_T)
                 aux, sums_QX = self._auxiliary(logits, context, sums_QX, is_last=part.last)

@@ -157,6 +157,8 @@ class _Tree:
         arrivals = list(node.arrivals)
         if kind < 2:
             arrivals[letter] = arrivals[letter][1:]
+        # The letter that takes the output: F of the next stage, I of the stage before, or, after
+        # the last F, I of the same stage.
         after = letter + 1 if kind == 0 else letter - 1
         if kind == 0 and stage == stages - 1:
             after = stages + stage

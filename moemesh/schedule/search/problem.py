@@ -171,6 +171,7 @@ class SearchProblem:
         return TimedOrders(max(by_rank), by_rank, starts, ends)
 
     def schedule(self, name: str, letters: Letters) -> Schedule:
+        """The schedule `name` with the orders `letters`."""
         orders: list[tuple[tuple[Op, ...], ...]] = []
         for order in letters:
             counts = [0] * (3 * self.num_stages)
