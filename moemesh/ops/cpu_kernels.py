@@ -172,7 +172,7 @@ def rotate(part, parts, x, cosine, sine, pairs_lie_together, sign, y):
         cosines, sines = cosine[row], sine[row]
         for head in range(num_heads):
             numbers, result = x[position, head], y[position, head]
-            # One loop for both is not vectorized, and takes 12 times as long in bfloat16.
+            # One loop for both is not vectorized: it is 12 times slower in bfloat16.
             if pairs_lie_together:
                 for pair in range(half):
                     first, second = 2 * pair, 2 * pair + 1
