@@ -1,10 +1,10 @@
-"""Buckets of parameters: what is summed, sharded and gathered in one operation, by one rule.
+"""Buckets: parameters whose gradients are summed, sharded and gathered in one operation.
 
-A bucket joins parameters whose gradients are summed over the same axis (under zero3: over the same
-ranks), whose weights have the same dtype, which two pipeline ranks hold both or not, and which
-train or not. Parameters come in reversed order, because the backward reaches the last layers first;
-a bucket is closed when it is large enough. A bucket of n numbers is one flat vector. If states are
-sharded, rank i of the N ranks that share them (with a parameter server: that serve) owns
+The parameters of a bucket are equal in four properties: the axis of their gradient sum (under
+zero3: its ranks), the dtype of their weights, whether two pipeline ranks hold them, and whether
+they train. Parameters come in reversed order, because the backward reaches the last layers first;
+a bucket is closed when it is large enough. A bucket of n elements is one flat vector. If states are
+sharded, rank i of the N ranks that share them (with a parameter server: of the N servers) owns
 ``shard_range(n, N, i)`` of it (:func:`owned_sizes`).
 
 | plan.data | a bucket ends | because |
@@ -30,20 +30,21 @@ from moemesh.config.plan import SHARDED_STATES
 BUCKET_BYTES = 25 << 20
 #: Bytes of one bucket of a parameter server, which receives it from all other ranks at once.
 SERVED_BUCKET_BYTES = 4 << 20
-#: Share of a rank's gradients that a bucket of sharded states holds at most, and the least limit in
-#: bytes: pending buckets, and what is received for them, stay small beside the states.
+#: Largest bucket of sharded states, as a share of a rank's gradients, and the lower limit of that
+#: size in bytes: pending buckets and their receive buffers stay small beside the states.
 SHARE_OF_GRADIENTS, LEAST_BUCKET_BYTES = 1 / 16, 1 << 18
 
 
-#: Largest number of pending sums of buckets whose states are sharded.
+#: Largest number of pending gradient sums of buckets with sharded states.
 MOST_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One parameter on one rank. `numbers`: local elements; `weight_bytes`: bytes of an element;
-    `axis`: the axis over which its gradient is summed; `mirrored`: another pipeline rank holds it
-    too; `stages`: pipeline stages of this rank that use it; `unit`: "" takes that of the name."""
+    """One parameter on one rank. `numbers`: count of local elements; `weight_bytes`: bytes of an
+    element; `axis`: the axis over which its gradient is summed; `mirrored`: another pipeline rank
+    holds it too; `stages`: pipeline stages of this rank that use it; `unit`: "" takes that of the
+    name."""
 
     name: str
     numbers: int
@@ -60,13 +61,13 @@ class Member:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a number of the accumulated gradient: never below fp32."""
+        """Bytes of an element of the accumulated gradient: never below fp32."""
         return max(self.weight_bytes, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parameters that travel together, in the order of the flat vector, with equal properties.
+    """Parameters in the order of the flat vector, equal in the four properties of the module.
     `unit`: their unit; None if buckets may span several."""
 
     members: tuple[Member, ...]
@@ -74,7 +75,7 @@ class Bucket:
 
     @property
     def axis(self) -> str:
-        """Axis of the first member; axes of the others have the same ranks."""
+        """Axis of the first member; those of the others have the same ranks."""
         return self.members[0].axis
 
     @property
@@ -103,11 +104,11 @@ class Bucket:
         return sum(member.numbers for member in self.members)
 
     def expert_numbers(self, own: range) -> int:
-        """Count of the numbers in the range `own` that belong to routed experts."""
+        """Count of the elements in the range `own` that belong to routed experts."""
         return sum(len(part) for member, part in self.parts(own) if member.axis in EXPERT_AXES)
 
     def parts(self, own: range) -> Iterator[tuple[Member, range]]:
-        """Each member, with the range of its numbers that is in the range `own` of the bucket."""
+        """Each member with its elements in the range `own` of the bucket, counted in the member."""
         start = 0
         for member in self.members:
             first, end = max(own.start - start, 0), min(own.stop - start, member.numbers)
@@ -116,8 +117,8 @@ class Bucket:
 
 
 def owned_sizes(numbers: int, ranks: int, owners: int) -> tuple[int, ...]:
-    """Numbers of a flat vector that each of `ranks` ranks owns: equal parts for the first
-    `owners` (`Plan.owners`), one after the other, none for the rest."""
+    """Count of elements that each of `ranks` ranks owns of a flat vector of `numbers`: equal parts
+    for the first `owners` ranks (`Plan.owners`), in order, 0 for the rest."""
     return shard_sizes(numbers, owners) + (0,) * (ranks - owners)
 
 
@@ -133,7 +134,7 @@ def buckets(
     members: Sequence[Member], data: str, same_ranks: Callable[[str], str] | None = None
 ) -> tuple[Bucket, ...]:
     """The buckets of one rank under ``plan.data = data``, in the order in which a backward fills
-    them; `members` in the model's order. `same_ranks`: an axis -> one name for all axes with the
+    them; `members` in the model's order. `same_ranks`: axis -> one name for all axes with the
     same groups (:meth:`moemesh.config.layout.Layout.same_ranks`), whose parameters zero3 joins;
     None: it joins only those of one axis."""
     bucket_bytes = SERVED_BUCKET_BYTES if data == "parameter_server" else BUCKET_BYTES
@@ -142,21 +143,21 @@ def buckets(
         gradients = sum(member.numbers * member.gradient_bytes for member in trained)
         share = max(int(gradients * SHARE_OF_GRADIENTS), LEAST_BUCKET_BYTES)
         bucket_bytes = min(bucket_bytes, share)
-    units = "weights" in SHARDED_STATES[data]
-    stages = "gradients" in SHARDED_STATES[data]
+    by_unit = "weights" in SHARDED_STATES[data]
+    by_stage = "gradients" in SHARDED_STATES[data]
     filled: list[list[tuple[int, Member]]] = []
     unfinished: dict[tuple[object, ...], list[tuple[int, Member]]] = {}
     for place, member in enumerate(reversed(members)):
         key = (
-            same_ranks(member.axis) if units and same_ranks else member.axis,
+            same_ranks(member.axis) if by_unit and same_ranks else member.axis,
             member.weight_bytes,
             member.mirrored,
             member.trains,
-            member.stages if stages else None,
-            member.unit if units else None,
+            member.stages if by_stage else None,
+            member.unit if by_unit else None,
         )
         bucket = unfinished.get(key)
-        if bucket is not None and not units:
+        if bucket is not None and not by_unit:
             numbers = sum(other.numbers for _, other in bucket)
             if numbers * member.gradient_bytes >= bucket_bytes:
                 bucket = None
@@ -168,7 +169,7 @@ def buckets(
     return tuple(
         Bucket(
             members=tuple(member for _, member in bucket),
-            unit=bucket[0][1].unit if units else None,
+            unit=bucket[0][1].unit if by_unit else None,
         )
         for bucket in filled
     )

@@ -1,8 +1,8 @@
 """Positions and heads that a context-parallel rank holds.
 
-The positions of a sequence are cut into 2 c chunks; rank i of c holds chunk i and chunk 2c-1-i.
-Late positions see more keys than early ones, but all pairs of chunks about equally many, which
-balances causal attention. With c = 4::
+The positions of a sequence are cut into 2c chunks; rank i of c holds chunk i and chunk 2c-1-i.
+Under a causal mask late positions see more keys than early ones, but each such pair of chunks sees
+about the same number, so the ranks have equal work. With c = 4::
 
     chunk   0   1   2   3   4   5   6   7
     rank    0   1   2   3   3   2   1   0
@@ -16,9 +16,9 @@ from moemesh.config.layout import shard_range
 
 
 def context_runs(length: int, ranks: int, index: int) -> tuple[range, ...]:
-    """The positions of a sequence of `length` that rank `index` holds, as ascending runs. Lengths
-    need not divide by anything: chunks may differ by one position, and be empty. Chunks that are
-    neighbours make one run."""
+    """The positions of a sequence of `length` that rank `index` holds, as ascending runs. Any
+    `length` is legal: chunks may differ by one position, and may be empty. Neighbouring chunks make
+    one run."""
     chunks = 2 * ranks
     early = shard_range(length, chunks, index)
     late = shard_range(length, chunks, chunks - 1 - index)
@@ -40,15 +40,15 @@ class HeadShare(NamedTuple):
     def is_even(self, group: int) -> bool:
         """Whether each of these key heads is read by the same number of these query heads. `group`:
         query heads of a key head in the whole model."""
-        count = len(self.queries) // len(self.keys)
-        reads = [head // group - self.keys.start for head in self.queries]
-        return reads == [i // count for i in range(len(reads))]
+        share = len(self.queries) // len(self.keys)
+        keys_read = [head // group - self.keys.start for head in self.queries]
+        return keys_read == [i // share for i in range(len(keys_read))]
 
 
 def head_share(num_heads: int, num_kv_heads: int, ranks: int, index: int) -> HeadShare:
-    """The heads of rank `index` where attention is spread over `ranks` by heads. `ranks` must
-    divide `num_heads`. Key/value heads that the query heads of several ranks read go to all of
-    them: there may be fewer than ranks."""
+    """The heads of rank `index` of `ranks` that share attention by heads. `ranks` must divide
+    `num_heads`. A key/value head that query heads of several ranks read is in the share of each of
+    these ranks, so there may be fewer such heads than ranks."""
     queries = shard_range(num_heads, ranks, index)
     group = num_heads // num_kv_heads
     return HeadShare(queries, range(queries.start // group, (queries.stop - 1) // group + 1))

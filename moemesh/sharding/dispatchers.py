@@ -1,8 +1,9 @@
 """Rows that every dispatcher moves under uniform routing, the size of a row, limits of buffers.
 
-The facts are the rows of :data:`moemesh.config.dispatcher_table.DISPATCHERS`. Legend: T tokens of a
-rank, K experts of a token, P ranks in R nodes, d distinct ranks of a token and n distinct nodes, C
-slots for each pair of ranks. Rows of one direction, those of a rank to itself included:
+The hops of a dispatcher are in :data:`moemesh.config.dispatcher_table.DISPATCHERS`. Legend: T
+tokens of a rank, K experts of a token, P ranks in R nodes, d distinct ranks with experts of a token
+and n distinct nodes, C slots for each pair of ranks. Rows that a rank sends in one direction, those
+to itself included:
 
 | rows of a hop | all ranks | across nodes | inside a node |
 |---|---|---|---|
@@ -11,8 +12,8 @@ slots for each pair of ranks. Rows of one direction, those of a rank to itself i
 | node_visits, visits | | n T | d T |
 | slots | C P | | |
 
-Copied are rows that a rank reorders or sums, each counted on the side where there are more of them.
-On a single node a node-aware exchange has the inner hop alone (n = 0).
+Copied rows are those that a rank reorders or sums, before or after the copy, whichever are more. On
+a single node a node-aware exchange has only the hop inside the node (n = 0).
 """
 
 from __future__ import annotations
@@ -22,24 +23,26 @@ from typing import NamedTuple
 
 from moemesh.config.dispatcher_table import DISPATCHERS, PREDICTED, UniformRows
 
-#: Ratio of fixed slots to the rows of uniform routing.
+#: Ratio of the fixed slots to the rows of uniform routing.
 CAPACITY_FACTOR = 2.0
 #: Bytes of rows, most of them unused, that an accelerator prepares so that its host need not wait
-#: for their number: on an H100 preparing them takes about as long as the wait (docs/log.md).
+#: for the real number: on an H100 this takes about as long as the wait (docs/log.md).
 SPARE_BYTES = 1 << 24
-#: Largest ratio of the predicted cost of the node-aware exchange to that of the best other one for
-#: which it is chosen: the processor time of its second plan and messages is not predicted.
+#: Largest ratio of predicted costs, node-aware exchange to best other one, at which the former is
+#: chosen: the processor time of its second plan and its messages is not predicted.
 TWO_HOP_SHARE = 0.8
 #: Channels that share an fp32 scale in the payload fp8 (DeepSeek-V3's dispatch format).
 FP8_BLOCK = 128
 #: A rank computes up to this many times its balanced share of rows at once (Experts.max_rows).
 ROWS_SLACK = 2
-#: Exact products pad each expert's rows to a multiple of this, all rows to one of four times it.
+#: Exact products pad each expert's rows to a multiple of this, and all rows together to a multiple
+#: of four times this.
 EXACT_ROWS = 16
 
 
 def rows_at_once(tokens: int, chosen: int, etp: int) -> int:
-    """Most rows that a rank computes at once, of `tokens` tokens a rank with `chosen` experts."""
+    """Most rows that a rank computes at once, for `tokens` tokens a rank and `chosen` experts a
+    token."""
     return max(ROWS_SLACK * tokens * chosen * etp, 1)
 
 
@@ -51,21 +54,22 @@ def packed_bytes(hidden: int) -> int:
 def slots_per_pair(
     tokens: int, chosen: int, experts: int, ranks: int, factor: float = CAPACITY_FACTOR
 ) -> int:
-    """Fixed row slots for each pair of ranks: `factor` times the uniform share of at most `tokens`
-    tokens, limited by the rows that are possible."""
+    """Fixed row slots for each pair of ranks: `factor` times the rows of uniform routing of
+    `tokens` tokens, but at most the rows that one rank can send to another."""
     most = tokens * min(chosen, experts // ranks)
     return min(most, ceil(tokens * chosen / ranks * factor))
 
 
 def spare_rows(hidden: int, *, exact: bool) -> int:
     """Largest number of rows, of two bytes a channel, that all_gather prepares on an accelerator
-    without waiting for their number; it then sums them densely. 0 with exact sums, which need the
-    owners of the rows."""
+    without waiting for the real number; it then sums them densely. 0 with exact sums, which need
+    the owners of the rows."""
     return 0 if exact else SPARE_BYTES // (2 * hidden)
 
 
 def visit_probability(experts: int, chosen: int, part: int) -> float:
-    """Probability that at least one expert of a token is among `part` of them; 0 of no experts."""
+    """Probability that at least one expert of a token is among `part` of them; 0.0 without
+    experts."""
     if not experts:
         return 0.0
     return 1 - comb(experts - part, chosen) / comb(experts, chosen)
@@ -74,10 +78,11 @@ def visit_probability(experts: int, chosen: int, part: int) -> float:
 def expected_distinct(
     parts: int, experts: int, chosen: int, groups: int = 1, kept: int = 1
 ) -> float:
-    """Expected number of distinct parts (ranks, nodes) that hold a token's experts, if uniform: its
-    `kept` groups of `groups`, then its experts in them, are drawn evenly. One of `groups` and
+    """Expected number of distinct parts (ranks, nodes) that hold a token's `chosen` experts under
+    uniform routing: `kept` of the `groups` are drawn, then experts in them. One of `groups` and
     `parts` must divide the other."""
     each = max(groups // parts, 1)  # groups that a part holds, or shares
+    # Experts in all kept groups; experts of a group, or of a part if these are smaller.
     reach, size = experts * kept // groups, experts // max(parts, groups)
     expected = 0.0
     for number in range(1, min(each, kept) + 1):
@@ -87,7 +92,8 @@ def expected_distinct(
 
 
 class RowsMoved(NamedTuple):
-    """A dispatcher's rows by axis of the hop, copied rows, exchanges without rows."""
+    """A dispatcher's rows by axis of the hop, its copied rows, and its number of exchanges without
+    rows (of counts, weights or ids)."""
 
     by_axis: dict[str, float]
     copied: float

@@ -1,4 +1,4 @@
-"""Loading the configuration of a run with every check, those that need its parameters included."""
+"""Loading the configuration of a run with every check, also those that need its parameters."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def load_run(
 def load_recorded(
     path: Path, overrides: Sequence[str] = (), *, sections: Sequence[str] = tuple(SECTIONS)
 ) -> RunConfig:
-    """The configuration that a run has written (``config.toml``), its `sections` and else defaults,
-    with `overrides`. The file has every key, so neither presets nor the folder of the weights are
-    read.
+    """The configuration that a run has written (``config.toml``), with `overrides`. Other sections
+    than `sections` get their defaults. The file has every key, so neither presets nor the folder of
+    the weights are read.
 
     Raises ConfigError with every problem found.
     """
@@ -47,16 +47,17 @@ def load_recorded(
 
 def load_resolved(path: Path) -> RunConfig:
     """The configuration that a launcher has written for its ranks
-    (:func:`moemesh.config.load.resolved_toml`). Keys that follow from others count as not given."""
+    (:func:`moemesh.config.load.resolved_toml`). Keys whose values follow from others count as
+    not set."""
     config = load_recorded(path)
     follows = following(path.read_text(encoding="utf-8"))
-    config.train.model_fields_set.difference_update(key[6:] for key in follows)
+    config.train.model_fields_set.difference_update(key.removeprefix("train.") for key in follows)
     return config
 
 
-#: The number of a layer or of an expert in a name.
+#: The number of a layer or of an expert in the name of a parameter.
 _NUMBER = r"(?<=\.)\d+(?=\.)"
-#: Keys in which a user may differ from the folder: any of its extra prediction layers may train.
+#: Keys that may differ from the folder: any number of its extra prediction layers may train.
 _FREE = frozenset({"num_mtp_layers"})
 
 

@@ -1,8 +1,8 @@
 """Weight matrices inside parameters, and the rank that computes the update of each.
 
 Muon updates a weight matrix as a whole (:mod:`moemesh.train.muon`), and a parameter may hold
-several: gate and up of an MLP, or q, k and v. A tensor here is a parameter under its name in a
-checkpoint, where each expert has tensors of its own.
+several: gate and up of an MLP, or q, k and v. In this module, a tensor is a parameter as it is in a
+checkpoint, where each expert has separate tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moemesh.sharding.buckets import unit_of
 
 
 class Matrix(NamedTuple):
-    """A matrix inside a tensor: the part `box` of it, as `rows` times `columns`."""
+    """A matrix inside a tensor: the slice `box` of the tensor, seen as [`rows`, `columns`]."""
 
     box: tuple[slice, ...]
     rows: int
@@ -26,21 +26,22 @@ class Matrix(NamedTuple):
 
 
 def matrices(name: str, shape: Sequence[int]) -> tuple[Matrix, ...]:
-    """The matrices of the tensor `name` of logical `shape`; empty for a tensor of another kind."""
+    """The matrices of the tensor `name` of logical `shape`; empty for one without matrices, such as
+    a norm."""
     if not has_matrices(name):
         return ()
     leaf = name.rpartition(".")[2]
     if leaf == "gate_up":  # [2, width, hidden]
-        parts = [(slice(place, place + 1),) for place in range(shape[0])]
+        parts = [(slice(index, index + 1),) for index in range(shape[0])]
     elif leaf == "qkv":  # [key heads, query heads of each + key + value, head size, hidden]
         groups, heads = slice(0, shape[0]), shape[1]
         ends = ((0, heads - 2), (heads - 2, heads - 1), (heads - 1, heads))
         parts = [(groups, slice(*end)) for end in ends]
-    else:  # one matrix, with rows in all dims but the last
+    else:  # one matrix: all dims but the last are its rows
         parts = [(slice(0, shape[0]),)]
-    rows = [[part.stop - part.start for part in box] + [*shape[len(box) : -1]] for box in parts]
+    row_dims = [[part.stop - part.start for part in box] + [*shape[len(box) : -1]] for box in parts]
     return tuple(
-        Matrix(box, prod(sizes), shape[-1]) for box, sizes in zip(parts, rows, strict=True)
+        Matrix(box, prod(sizes), shape[-1]) for box, sizes in zip(parts, row_dims, strict=True)
     )
 
 
@@ -49,24 +50,22 @@ Parts: TypeAlias = dict[tuple[int, int], list[Part]]
 
 
 def splits(parts: Parts, rank: int, num_ranks: int) -> tuple[list[int], list[int]]:
-    """Counts of the numbers that `rank` sends to each rank and receives from each."""
+    """Counts of elements that `rank` sends to each rank, and that it receives from each rank."""
 
-    def numbers(pair: tuple[int, int]) -> int:
-        return sum(prod(part.sizes) for part in parts.get(pair, ()))
+    def count(source: int, destination: int) -> int:
+        return sum(prod(part.sizes) for part in parts.get((source, destination), ()))
 
-    others = range(num_ranks)
-    return [numbers((rank, other)) for other in others], [
-        numbers((other, rank)) for other in others
-    ]
+    ranks = range(num_ranks)
+    return [count(rank, other) for other in ranks], [count(other, rank) for other in ranks]
 
 
 @dataclass
 class MatrixExchange:
-    """Tensors of one unit of the model that no rank holds as a whole.
+    """Exchange of the tensors of one unit of the model that no rank holds as a whole.
 
-    `owners`: the rank that updates each tensor. `there`: the parts that travel from a source to a
-    destination before the update, by (source, destination); `back`: those of the update. Every rank
-    has the same parts in the same order.
+    `owners`: the rank that updates each tensor. `there`: the parts that are sent to the owners
+    before the update, by (source, destination). `back`: parts of the update that the owners return.
+    Every rank has the same `MatrixExchange`.
     """
 
     owners: dict[str, int] = field(default_factory=dict[str, int])
@@ -88,16 +87,16 @@ def exchanges(parts_by_rank: Sequence[Sequence[Part]]) -> dict[str, MatrixExchan
     work = [0] * len(parts_by_rank)
     by_unit: dict[str, MatrixExchange] = {}
     for name in sorted(holders, key=lambda name: (-_work(holders[name]), name)):
-        by_part = holders[name]
-        if all(part.sizes == part.shape for part in by_part):
+        ranks_of = holders[name]
+        if all(part.sizes == part.shape for part in ranks_of):
             continue
         owner = min(
-            sorted({rank for ranks in by_part.values() for rank in ranks}), key=work.__getitem__
+            sorted({rank for ranks in ranks_of.values() for rank in ranks}), key=work.__getitem__
         )
-        work[owner] += _work(by_part)
+        work[owner] += _work(ranks_of)
         unit = by_unit.setdefault(unit_of(name), MatrixExchange())
         unit.owners[name] = owner
-        for part, ranks in sorted(by_part.items()):
+        for part, ranks in sorted(ranks_of.items()):
             if owner not in ranks:
                 unit.there.setdefault((ranks[0], owner), []).append(part)
             for rank in ranks:

@@ -39,12 +39,12 @@ from moemesh.sharding.buckets import unit_of
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterTensor:
-    """One parameter. `shards`: axis -> sharded dim. `trains`: whether any of it trains. `places`:
-    logical ids of a stack's experts; None: in order. `per_rank`: number of experts on each rank of
-    ep, for a stack of some experts of a layer. `is_packed`: its values are stored in NF4. `blocks`:
-    equal blocks of the dim that etp shards; a rank holds its part of each. `recorded_unit`,
-    `is_fp32`, `is_idle` and `blocks` are those of a
-    :class:`~moemesh.config.architecture.ParameterRecord`."""
+    """One parameter of logical `shape`. `shards`: axis -> sharded dim. `summed_over`: axis of the
+    sum of its gradient. `trains`: whether any of it trains. `places`: logical ids of a stack's
+    experts; None: in order. `per_rank`: number of experts on each rank of ep, for a stack of some
+    experts of a layer. `is_packed`: its values are stored in NF4. `blocks`: equal blocks of the dim
+    that etp shards; a rank holds its part of each. `recorded_unit`, `is_fp32`, `is_idle` and
+    `blocks` are those of a :class:`~moemesh.config.architecture.ParameterRecord`."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class ParameterTensor:
 
     @property
     def unit(self) -> str:
-        """The unit that it belongs to: a recorded one, or that of its name."""
+        """The recorded unit, else the unit of the name."""
         return self.recorded_unit or unit_of(self.name)
 
     @property
@@ -69,14 +69,14 @@ class ParameterTensor:
         return self.summed_over in EXPERT_AXES
 
     def trained_rows(self, tuning: Tuning) -> tuple[int, ...]:
-        """Experts of a stack that train. For another parameter, (0,) if it trains, else ()."""
+        """The experts of a stack that train. For other parameters: (0,) if it trains, else ()."""
         if self.is_idle:
             return ()
         return tuning.rows(self.name, self.shape[0] if self.is_expert else 0)
 
     def weight_bytes(self, element_bytes: int) -> int:
-        """Bytes of an element of this weight in a model of `element_bytes`: our routers stay in
-        fp32, and recorded weights where the record says so."""
+        """Bytes of an element of this weight in a model of `element_bytes`: fp32 for our routers
+        and for recorded weights with `is_fp32`, 1 for packed ones."""
         if self.is_packed:
             return 1
         is_fp32 = self.is_fp32 if self.recorded_unit else ".router." in self.name
@@ -95,7 +95,7 @@ class ParameterTensor:
         return tuple(parts)
 
     def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:
-        """Elements held by the rank with these coordinates: numbers, or packed bytes."""
+        """Elements held by the rank with these coordinates; bytes if the weight is packed."""
         sizes = [len(part) for part in self.slices_at(layout, at)]
         if self.is_packed:
             sizes[-1] = packed_bytes(sizes[-1])
@@ -198,7 +198,7 @@ def attention_tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTenso
     rank, latent = model.q_lora_rank, model.kv_lora_rank
     is_latent = model.attention == "mla"
     if is_latent:
-        down = latent + model.qk_rotary_head_dim
+        down = latent + model.qk_rotary_head_dim  # the rotary part of the key skips the latent
         if rank:
             yield _whole("query_down", rank, hidden)
             if model.qkv_bias:
@@ -211,7 +211,7 @@ def attention_tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTenso
             yield _whole("key_value_down_bias", down)
         yield _over_tp("key_value_up", heads, model.qk_nope_head_dim + values, latent)
     else:
-        rows = heads // keys + 2
+        rows = heads // keys + 2  # of each key head: its query heads, key and value
         yield _over_tp("qkv", keys, rows, size, hidden)
         if model.qkv_bias:
             yield _over_tp("qkv_bias", keys * rows * size)
@@ -295,6 +295,7 @@ def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[Pa
     frozen: list[ParameterTensor] = []
     for tensor in tensors(model, plan):
         module, _, leaf = tensor.name.rpartition(".")
+        # After the last stack of a layer come the stacks of its frozen experts.
         if frozen and not tensor.name.startswith(frozen[0].name.partition("rest.")[0]):
             yield from frozen
             frozen = []
@@ -357,7 +358,8 @@ def first_unit(tuning: Tuning, model: ModelConfig, plan: Plan) -> str:
 
 
 def first_stage(unit: str, layers: Sequence[range]) -> int:
-    """Number of the stage with `unit`; `layers` are those of each stage."""
+    """Index of the stage with `unit`; `layers` are those of each stage. Extra prediction layers
+    are in the last one."""
     last = len(layers) - 1
     if unit == "embedding":
         return 0
@@ -371,6 +373,6 @@ def num_trained(tuning: Tuning, model: ModelConfig, plan: Plan) -> int:
     """Number of elements of the whole model that train."""
     total = 0
     for tensor in tensors(model, plan):
-        stack = tensor.shape[0] if tensor.is_expert else 1
-        total += prod(tensor.shape) * len(tensor.trained_rows(tuning)) // stack
+        rows = tensor.shape[0] if tensor.is_expert else 1
+        total += prod(tensor.shape) * len(tensor.trained_rows(tuning)) // rows
     return total

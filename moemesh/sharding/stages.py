@@ -13,8 +13,8 @@ from moemesh.sharding.parameters import attention_tensors
 
 
 def layer_costs(model: ModelConfig) -> list[int]:
-    """Matrix-product weights that a token meets in each layer: forward work, up to the factor 2.
-    Attention scores are left out: they weigh the same in every layer."""
+    """Number of matrix elements that multiply a token in each layer: half its forward FLOPs.
+    Attention scores are left out: they cost the same in every layer."""
     weights = attention_tensors(model, Plan())
     attention = sum(prod(tensor.shape) for tensor in weights if len(tensor.shape) > 1)
     dense = 3 * model.hidden_size * model.intermediate_size
@@ -38,11 +38,11 @@ def last_stage_cost(model: ModelConfig) -> int:
 def cut_layers(
     model: ModelConfig, num_stages: int, sizes: Sequence[int] | None = None
 ) -> tuple[range, ...]:
-    """The layers of each stage: `sizes` of them, or such that the costliest stage is cheapest.
+    """The layers of each stage: `sizes` of them, or the cut whose costliest stage is cheapest.
 
-    Every stage has a layer; the last also has the head. Among the best cuts the one that gives
-    earlier stages more layers, as far as the balance allows. Raises ValueError when there are more
-    stages than layers, or `sizes` do not add up.
+    Every stage has a layer; the last also has the head. Of equally good cuts, the one with longer
+    early stages is chosen. Raises ValueError if there are more stages than layers, or if `sizes` do
+    not add up.
     """
     if not 1 <= num_stages <= model.num_layers:
         raise ValueError(
@@ -59,7 +59,7 @@ def cut_layers(
 
 
 def layer_runs(sizes: Sequence[int]) -> tuple[range, ...]:
-    """The layers of each stage, from the number of layers of each."""
+    """The layers of each stage, for stages of `sizes` layers."""
     return tuple(range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))
 
 
@@ -83,7 +83,7 @@ _Cut = tuple[int, int, tuple[int, ...]]
 
 @lru_cache(maxsize=1024)
 def _best_cuts(costs: tuple[int, ...], last_extra: int, stages: int) -> dict[int, _Cut]:
-    """first -> the best cut of layers[first:] into `stages` stages."""
+    """Index `first` -> the best cut of layers[first:] into `stages` stages."""
     prefix = (0, *accumulate(costs))
     cuts: dict[int, _Cut] = {}
     for first in range(len(prefix) - stages):
@@ -96,7 +96,8 @@ def _best_cuts(costs: tuple[int, ...], last_extra: int, stages: int) -> dict[int
             cost = prefix[end] - prefix[first]
             largest, squares, _ = best[end]
             choices.append((max(largest, cost), squares + cost * cost, first - end))
-        # Ties go to the longer first stage.
-        largest, squares, size = min(choices)
-        cuts[first] = largest, squares, (-size, *best[first - size][2])
+        # Ties go to the longer first stage: its length is compared with a minus.
+        largest, squares, minus_length = min(choices)
+        end = first - minus_length
+        cuts[first] = largest, squares, (end - first, *best[end][2])
     return cuts
