@@ -1,7 +1,7 @@
 """Ledger of the bytes sent over each axis, by caller and phase, predicted or measured.
 
-The planner predicts a `Ledger` and `moemesh.comm.collectives` writes one; both are compared to the
-byte. The three byte columns, always for one rank:
+The planner predicts a `Ledger` and `moemesh.comm.transfers` records one; the two are compared to
+the byte. The three byte columns, always for one rank:
 
 payload_bytes
     bytes of the operation's full tensor. all_reduce, broadcast, reduce: the tensor; all_gather: the
@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 from typing import Any
 
+#: (axis, op, phase, caller).
 _Key = tuple[str, str, str, str]
 
 
@@ -124,11 +125,11 @@ class Ledger:
         caller: str | None = None,
     ) -> LedgerTotal:
         """The sum over all entries that match every given filter."""
-        wanted = (axis, op, phase, caller)
+        filters = (axis, op, phase, caller)
         totals = (
             total
             for key, total in self._totals.items()
-            if all(want in (None, have) for want, have in zip(wanted, key, strict=True))
+            if all(name in (None, part) for name, part in zip(filters, key, strict=True))
         )
         return reduce(LedgerTotal.plus, totals, LedgerTotal())
 

@@ -21,7 +21,8 @@ from typing import Any
 from moemesh.config.limits import parse_json
 from moemesh.trace.strict_json import read_fields
 
-#: Routing has collapsed if the entropy of a layer's loads is below the first for this many steps.
+#: Routing has collapsed if the entropy of a layer's loads is below COLLAPSE_ENTROPY for
+#: COLLAPSE_STEPS steps.
 COLLAPSE_ENTROPY, COLLAPSE_STEPS = 0.5, 20
 #: Share of a layer's choices that go to the experts counted by :func:`collapse_text`.
 _NEARLY_ALL = 0.9
@@ -33,10 +34,10 @@ class LayerLoads:
     `steps` steps up to `step`.
 
     `tokens_per_expert` [logical experts], `tokens_per_rank` [ranks that hold experts], `dropped`
-    assignments that no expert computed. For several steps `mean_ratios` are the means over the
-    steps of fullest over average (of experts, of ranks), and `highest_ratio` is the highest ratio
-    of the experts in a single step; None if they follow from the tokens. Raises ValueError for a
-    negative number.
+    assignments that no expert computed. For several steps, `mean_ratios` has the ratio of largest
+    to mean load, of experts and of ranks, averaged over the steps, and `highest_ratio` is that of
+    the experts in the least balanced step. For one step both are None: the tokens determine them.
+    Raises ValueError for a negative number.
     """
 
     step: int
@@ -64,25 +65,26 @@ class LayerLoads:
 
     @cached_property
     def expert_max_over_mean(self) -> float:
-        """Fullest expert over the average, mean over the steps: 1.0 = balanced, number of experts
-        = all on one."""
+        """Load of the fullest expert over the mean load, averaged over the steps: 1.0 if balanced,
+        the number of experts if one gets all tokens."""
         return self.mean_ratios[0] if self.mean_ratios else max_over_mean(self.tokens_per_expert)
 
     @cached_property
     def rank_max_over_mean(self) -> float:
-        """Fullest rank over the average, mean over the steps: the slowdown of the layer against a
-        balanced one."""
+        """Load of the fullest rank over the mean load, averaged over the steps: the slowdown of the
+        layer against a balanced one."""
         return self.mean_ratios[1] if self.mean_ratios else max_over_mean(self.tokens_per_rank)
 
     @property
     def highest_max_over_mean(self) -> float:
-        """Fullest expert over the average in the least balanced step."""
+        """Load of the fullest expert over the mean load, in the least balanced step."""
         return self.expert_max_over_mean if self.highest_ratio is None else self.highest_ratio
 
     def plus(self, later: LayerLoads) -> LayerLoads:
         """The sum with the loads of the same layer in later steps.
 
-        Ranks are summed if their number is the same. Raises ValueError for another layer.
+        Loads of ranks are summed if the number of ranks is the same, else those of `later` count.
+        Raises ValueError for another layer.
         """
         if later.layer != self.layer:
             raise ValueError(f"layer {self.layer} and layer {later.layer} have no sum")
@@ -190,12 +192,12 @@ def collapse_text(loads: Iterable[LayerLoads]) -> str:
         return ""
     worst = min(collapsed, key=lambda row: row.entropy)
     sums = list(accumulate(sorted(worst.tokens_per_expert, reverse=True)))
-    few = next(n for n, held in enumerate(sums, 1) if held >= _NEARLY_ALL * sums[-1])
-    several = f"{len(collapsed)} routers have collapsed, the worst" if len(collapsed) > 1 else ""
+    count = next(n for n, part in enumerate(sums, 1) if part >= _NEARLY_ALL * sums[-1])
+    subject = f"{len(collapsed)} routers have collapsed, the worst" if len(collapsed) > 1 else ""
     return (
-        f"{several or 'The router has collapsed'} in layer {worst.layer}: "
-        f"{sums[few - 1] / sums[-1]:.0%} of its choices go to {few} of {len(sums)} experts; raise "
-        "model.aux_loss_coefficient, or set model.router_selection_bias = true."
+        f"{subject or 'The router has collapsed'} in layer {worst.layer}: "
+        f"{sums[count - 1] / sums[-1]:.0%} of its choices go to {count} of {len(sums)} experts; "
+        "raise model.aux_loss_coefficient, or set model.router_selection_bias = true."
     )
 
 
@@ -218,7 +220,7 @@ def neighbours(
     """Slices of neighbouring bins to sum, so that at most `most` bins of nearly even width remain;
     `widths` are the steps of each bin.
 
-    A slice always ends after each bin at a position in `borders`; each may add one to `most`.
+    A slice always ends after each bin at a position in `borders`; each border may add one slice.
 
     >>> neighbours([1, 1, 1, 1], 2)
     [slice(0, 2, None), slice(2, 4, None)]
@@ -238,12 +240,12 @@ def neighbours(
             bins.append(slice(start, len(widths)))
         if len(bins) <= most + len(borders):
             return bins
-        width *= 2
+        width *= 2  # bins of uneven width fill slices badly
 
 
 class LoadBins:
-    """Loads read step by step, with at most `most` bins a layer and, given enough steps, at least a
-    third of that; fewer if all bins would hold more than `most_numbers` numbers."""
+    """Loads added step by step: at most `most` bins a layer and, given enough steps, at least a
+    third of that; fewer if the loads of all bins would be more than `most_numbers` numbers."""
 
     def __init__(self, most: int = 256, most_numbers: int = 1_600_000) -> None:
         self._most, self._most_numbers = most, most_numbers
@@ -269,8 +271,8 @@ class LoadBins:
     def _thin(self, bins: list[LayerLoads]) -> None:
         """Sum neighbours of a layer's `bins`, so that at most half of `most` remain."""
         before = sum(map(_numbers, bins))
-        halves = neighbours([loads.steps for loads in bins], max(self._most // 2, 1))
-        bins[:] = [total(bins[part]) for part in halves]
+        slices = neighbours([loads.steps for loads in bins], max(self._most // 2, 1))
+        bins[:] = [total(bins[part]) for part in slices]
         self._numbers += sum(map(_numbers, bins)) - before
 
     def all(self) -> tuple[LayerLoads, ...]:

@@ -189,7 +189,7 @@ def text_of(path: str | Path) -> str:
 
 
 def _fields(path: str) -> dict[str, str]:
-    """The first value of every ``key: value`` of a system file."""
+    """The ``key: value`` lines of a system file; of a repeated key the first value."""
     split = (line.partition(":") for line in reversed(text_of(path).splitlines()))
     return {key.strip(): value.strip() for key, _, value in split}
 

@@ -34,11 +34,11 @@ MEASURED_PEAKS = {
     "": "peak, measured",
 }
 
-#: Smallest number of elements for which a function runs in one compiled pass on a CPU and keeps
-#: only its input (:mod:`moemesh.ops.fusion`); below, torch's operations keep copies.
+#: Smallest number of elements for which an elementwise function runs in one compiled pass on a CPU
+#: and keeps only its input (:mod:`moemesh.ops.fusion`); for fewer, torch's operations keep copies.
 ONE_PASS_NUMBERS = 1 << 16
-#: Positions for each channel of a head up to which attention in bfloat16 on a CPU has a backward by
-#: rows of products, which keeps no output (:func:`moemesh.ops.attention.backward_in_rows`).
+#: Largest ratio of positions to channels of a head at which attention in bfloat16 on a CPU uses
+#: :func:`moemesh.ops.attention.backward_in_rows`, for which no output is kept.
 ROW_POSITIONS = 16
 
 #: Vocabulary rows of one chunk of our loss (:mod:`moemesh.ops.cross_entropy`).
@@ -51,7 +51,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 class MemoryProfile:
     """Memory of one rank in bytes.
 
-    `dense_weights` are held by every expert-parallel rank, `expert_weights` are its own experts;
+    `dense_weights` are held by every expert-parallel rank, `expert_weights` are of its experts;
     `gathered_weights` are full units of sharded weights during their use; `weight_versions` are
     older weights of asynchronous schedules; `optimizer` includes main (fp32) copies of the weights;
     `buffers` are communication and other work space; `snapshots` are copies for a rollback of an
@@ -123,8 +123,8 @@ PARTS: tuple[str, ...] = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfiles:
-    """Measured profiles of all `ranks` and `predicted` ones, ordered by rank. Raises ValueError for
-    a repeated rank."""
+    """Profiles of all ranks, ordered by rank: `ranks` are measured. Raises ValueError for a
+    repeated rank."""
 
     ranks: tuple[MemoryProfile, ...]
     predicted: tuple[MemoryProfile, ...] = ()

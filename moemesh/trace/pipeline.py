@@ -62,9 +62,9 @@ def blocks(records: Sequence[WorkRecord]) -> list[list[WorkRecord]]:
 def activations(timeline: Timeline, *, held: float = 1.0) -> dict[int, Steps]:
     """Activations held by each rank over time, in microbatches of its whole share of layers.
 
-    A forward adds one at its start, a full backward releases it at its end; ``I`` leaves the share
-    `held`, which ``W`` releases. A chunk counts 1/chunks, a slice 1/slices. Ranks without pipeline
-    records are left out.
+    A forward adds one at its start, a full backward releases it at its end. ``I`` releases all but
+    the share `held`, which ``W`` releases. A pass of one of n chunks counts 1/n, and so does one of
+    n slices. Ranks without pipeline records are left out.
     """
     changes = {"F": (1.0, 0.0), "B": (0.0, -1.0), "I": (0.0, held - 1.0), "W": (0.0, -held)}
     return _summed(timeline, changes, whole=True)
@@ -83,14 +83,14 @@ def backlog(timeline: Timeline) -> dict[int, Steps]:
 def _summed(
     timeline: Timeline, changes: Mapping[str, tuple[float, float]], *, whole: bool
 ) -> dict[int, Steps]:
-    """Per rank the running sum of the changes (at a record's start, at its end); with `whole` in
-    units of the rank's whole share of layers, else of a chunk or slice."""
+    """Rank -> the running sum of `changes` (kind -> change at a record's start, at its end). The
+    unit is the rank's share of all layers if `whole`, else a chunk or slice."""
     sums: dict[int, Steps] = {}
     for rank, records in timeline.by_rank().items():
         ops = [r for r in records if r.kind in changes and r.stage is not None]
         if not ops:
             continue
-        # A rank runs its entries in sequence; one of length 0 precedes the next at the same time.
+        # A record of length 0 comes before the next one, which starts at the same time.
         ops.sort(key=lambda record: (record.start, record.end))
         stages: defaultdict[int, set[int | None]] = defaultdict(set)
         for record in ops:

@@ -16,7 +16,6 @@ from moemesh.trace.timeline import WorkRecord
 
 # Alignment of the clocks of several machines by barriers.
 
-
 #: Clock readings of one rank around each barrier: (before, after), in seconds.
 Readings = Sequence[tuple[float, float]]
 
@@ -44,10 +43,12 @@ def offset_of(reference: Readings, other: Readings) -> Offset:
 
 
 Event = dict[str, Any]
-#: Folder of a run for the traces of its ranks. Before the trace, a number of steps that fill caches
-#: and a number of steps that are measured without the profiler, which slows operations.
-FOLDER, WARM_UP, PLAIN = "profile", 1, 3
-#: Thread number of the phases in the merged trace, which no thread of a process has.
+#: Folder of a run for the traces of its ranks.
+FOLDER = "profile"
+#: Steps before the trace: those that fill caches, then those that are measured without the
+#: profiler, which slows operations.
+WARM_UP, PLAIN = 1, 3
+#: Thread number of the phases in the merged trace: no real thread has it.
 PHASES_THREAD = 0
 
 
@@ -119,14 +120,15 @@ def read_profile(folder: Path) -> Profile:
             offset = offset_of(first["readings"], note["readings"])
         trace = _object(folder / str(note["trace"]))
         ahead = offset.seconds if offset else 0.0
-        shift = int(trace.get("baseTimeNanoseconds", 0)) / 1e3 - ahead * 1e6
+        event_shift = int(trace.get("baseTimeNanoseconds", 0)) / 1e3 - ahead * 1e6
         events: list[Event] = []
         for event in cast("list[Event]", trace["traceEvents"]):
             # Spans of the profiler itself have a text as their process.
             if event.get("ph") == "X" and isinstance(event.get("pid"), int):
-                events.append({**event, "ts": float(event["ts"]) + shift})
-        # Phases are on the rank's monotonic clock, the common clock is the first rank's epoch.
-        later = float(note["epoch_minus_monotonic"]) - ahead
+                events.append({**event, "ts": float(event["ts"]) + event_shift})
+        # Seconds from the rank's monotonic clock, on which phases are, to the common clock, which
+        # is the time of the first rank since the epoch.
+        phase_shift = float(note["epoch_minus_monotonic"]) - ahead
         phases = [WorkRecord.from_json(record) for record in note["phases"]]
         ranks.append(
             RankProfile(
@@ -134,7 +136,7 @@ def read_profile(folder: Path) -> Profile:
                 host=str(note["host"]),
                 events=events,
                 phases=[
-                    replace(phase, start=phase.start + later, end=phase.end + later)
+                    replace(phase, start=phase.start + phase_shift, end=phase.end + phase_shift)
                     for phase in phases
                 ],
                 plain=[WorkRecord.from_json(record) for record in note.get("plain", ())],

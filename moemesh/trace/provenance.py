@@ -44,7 +44,8 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 class ProvenancePart(NamedTuple):
-    """Steps `first` to `last` of a run with the `record` of their start, or their plan."""
+    """Steps `first` to `last` of a run. `record` is that of the start that ran them, or, in
+    `Run.plans`, their plan."""
 
     record: Mapping[str, Any]
     first: int
@@ -58,7 +59,7 @@ class ProvenancePart(NamedTuple):
 
 
 def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenancePart]:
-    """Steps 1 to `last` divided by start; a repeated step belongs to its newest start.
+    """Steps 1 to `last`, a part for each start; a repeated step belongs to its newest start.
 
     Raises KeyError, TypeError or ValueError for a record without a valid first step.
     """

@@ -152,7 +152,7 @@ def median_of(rows: Sequence[MetricsRow], name: str) -> float | None:
 
 #: Least number of steps for a verdict on the losses of a run.
 LEAST_STEPS = 40
-#: Part of the text of an event about a jump of the loss.
+#: Words in the text of every event about a jump of the loss.
 JUMPED = "deviations above the last ones"
 
 
@@ -258,25 +258,23 @@ class Run(Shown):
 
     @cached_property
     def plans(self) -> tuple[ProvenancePart, ...]:
-        """Plans of the run by the records of its starts, the current one last: each the section of
-        the configuration with the consecutive steps under it, on the same devices and with batches
-        of one size."""
+        """Plans of the run, the current one last: each has the section of the configuration as its
+        `record`, and the consecutive steps under it. Another batch size, dtype or devices begin a
+        new part, too."""
         parts: list[tuple[ProvenancePart, object]] = []
         last = self.metrics[-1].step if self.metrics else 0
         try:
             for start in parts_of(self.starts, last):
                 config = parse_toml(start.record["config"])
-                steps, data = start._replace(record=config["plan"]), config["data"]
+                part, data = start._replace(record=config["plan"]), config["data"]
                 sizes = data.get("seq_len"), data.get("global_batch"), config["train"].get("dtype")
-                kind = steps.record, sizes, start.record.get("devices")
+                kind = part.record, sizes, start.record.get("devices")
                 if parts and parts[-1][1] == kind:
-                    steps = steps._replace(first=parts.pop()[0].first)
-                parts.append((steps, kind))
+                    part = part._replace(first=parts.pop()[0].first)
+                parts.append((part, kind))
         except _MALFORMED:
             parts = []
-        return tuple(steps for steps, _ in parts) or (
-            ProvenancePart(self.section("plan"), 1, last),
-        )
+        return tuple(part for part, _ in parts) or (ProvenancePart(self.section("plan"), 1, last),)
 
     @cached_property
     def current(self) -> tuple[MetricsRow, ...]:
@@ -298,8 +296,8 @@ class Run(Shown):
 
     @classmethod
     def load(cls, folder: Path | str) -> Run:
-        """Read `folder`. Of a repeated step (after a resume) the last row counts. In a long run the
-        loads of neighbouring steps are summed (:class:`LoadBins`), which bounds their memory.
+        """Read `folder`. If a step is repeated (after a resume), its last row counts. In a long run
+        the loads of neighbouring steps are summed (:class:`LoadBins`), which bounds their memory.
 
         Raises RunError if the folder does not exist, or has no file of a run.
         """
@@ -316,27 +314,28 @@ class Run(Shown):
         reader = _Reader(folder)
         config_text = reader.text(RUN_CONFIG)
         newest = {row.step: row for row in reader.rows(METRICS, MetricsRow.from_json)}
-        loads, bins = LoadBins(), dict[int, int]()
+        loads, load_steps = LoadBins(), dict[int, int]()  # last step of a row -> number of steps
         for row in reader.rows(LOADS, LayerLoads.from_json):
             loads.add(row)
-            bins[row.step] = row.steps
+            load_steps[row.step] = row.steps
         summary = reader.json("summary.json", _object) or {}
-        last_step = max([*newest, *bins, newest_checkpoint(folder)], default=0)
+        last_step = max([*newest, *load_steps, newest_checkpoint(folder)], default=0)
         if isinstance(steps := summary.get("steps"), int):
             last_step = max(last_step, steps)
         if text := missing_steps(METRICS, dict.fromkeys(newest, 1), last_step):
             reader.warnings.append(text)
-        # Versions that recorded the loads of every n-th step only have more gaps than bins.
-        gaps = gaps_of(bins, last_step) if bins else []
-        if 2 * len(gaps) < len(bins) and (text := missing_steps(LOADS, bins, last_step)):
+        # Many gaps are no fault: earlier versions recorded the loads of every n-th step only.
+        gaps = gaps_of(load_steps, last_step) if load_steps else []
+        are_few = 2 * len(gaps) < len(load_steps)
+        if are_few and (text := missing_steps(LOADS, load_steps, last_step)):
             reader.warnings.append(text)
         ledgers, ledger_steps = reader.json("ledger.json", ledgers_from_json) or ({}, 1)
         predicted, _ = reader.json("ledger_predicted.json", ledgers_from_json) or ({}, 1)
         # Replay bundles are in the same folder under other names.
-        numbers = [path.name for path in folder.glob(f"{FAILURES}/*") if path.name.isdecimal()]
+        epochs = [path.name for path in folder.glob(f"{FAILURES}/*") if path.name.isdecimal()]
         failures = [
-            reader.json(f"{FAILURES}/{number}/{FAILURE}", _object)
-            for number in sorted(numbers, key=int)[-_MOST_FAILURES:]
+            reader.json(f"{FAILURES}/{epoch}/{FAILURE}", _object)
+            for epoch in sorted(epochs, key=int)[-_MOST_FAILURES:]
         ]
         return cls(
             folder=folder,
@@ -388,8 +387,8 @@ def gaps_of(rows: Mapping[int, int], last: int, before: int = 0) -> list[range]:
     """Ranges of steps without a row, after `before` up to `last`. `rows`: last step of a row -> its
     number of steps."""
     gaps: list[range] = []
-    following = before + 1
-    for step in [*sorted(rows), None]:
+    following = before + 1  # first step after the rows so far
+    for step in [*sorted(rows), None]:  # None: after all rows
         first = last + 1 if step is None else step - rows[step] + 1
         if first > following:
             gaps.append(range(following, first))
@@ -428,7 +427,7 @@ class _Reader:
         return path.read_text(encoding="utf-8", errors="replace")
 
     def parse(self, name: str, text: str, parse: Callable[[str], T]) -> T | None:
-        """`text` parsed, None if it is empty or malformed."""
+        """`text` parsed; None if it is empty, or malformed, which is a warning."""
         if not text:
             return None
         try:
@@ -515,7 +514,8 @@ def state_of(run: Run) -> State:
     last = run.metrics[-1].step if run.metrics else None
     ended = run.summary.get("steps")
     # A run writes its summary while it still holds the lock, and a resumed run keeps an older one.
-    # A run whose last event is its end has lost rows of metrics.
+    # So the summary counts if it agrees with the last row of metrics, or if the last event is the
+    # end of the run, whose last rows are then lost.
     has_ended = bool(run.events) and run.events[-1].kind in ("finished", "stopped")
     if ended is not None and (last is None or ended == last or has_ended):
         wanted = run.num_steps

@@ -32,9 +32,9 @@ def is_communication(part: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """Mean seconds of each part in `steps` steps: rank -> part -> seconds. `predicted` has the same
-    form, or is empty; `rates` are the measured rates of the machine on which it is based (name ->
-    number, in FLOP/s, bytes/s and seconds)."""
+    """Mean seconds of each part over `steps` steps: rank -> part -> seconds. `predicted` has the
+    same form, or is empty; `rates` are measurements of the machine from which it was computed
+    (name -> number, in FLOP/s, bytes/s or seconds)."""
 
     steps: int
     ranks: Mapping[int, Mapping[str, float]]
@@ -94,7 +94,7 @@ def duration(seconds: float) -> str:
     >>> duration(7.6), duration(200), duration(12_000), duration(187_000)
     ('7.6 s', '3 min', '3 h 20 min', '2 d 3 h')
     """
-    if not seconds >= 60:
+    if not seconds >= 60:  # also NaN
         return f"{seconds:.{1 if seconds < 10 else 0}f} s"
     minutes = round(seconds / 60)
     if minutes < 60:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-#: Converters of the fields of these types.
+#: Type of a field, as annotated -> its converter.
 _READ: Mapping[str, Any] = {"int": int, "float": float, "str": str}
 
 

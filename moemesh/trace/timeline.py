@@ -87,8 +87,8 @@ class WorkRecord:
 
 
 def of_blocks(records: Iterable[WorkRecord]) -> Iterable[WorkRecord]:
-    """The records without repeated times: of an overlapped block (equal rank, start and end) only
-    the first."""
+    """The records with distinct times: of an overlapped block (equal rank, start and end) only the
+    first record."""
     firsts: dict[tuple[int, float, float], WorkRecord] = {}
     for record in records:
         firsts.setdefault((record.rank, record.start, record.end), record)
@@ -128,9 +128,9 @@ class Timeline(Shown):
                 raise ValueError(f"{name} {value!r} is none of {get_args(legal)}")
         if len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"ranks {self.ranks} hold a rank twice")
-        strangers = {record.rank for record in self.records} - set(self.ranks)
-        if strangers:
-            raise ValueError(f"records of ranks {sorted(strangers)}, which are not in the timeline")
+        unlisted = {record.rank for record in self.records} - set(self.ranks)
+        if unlisted:
+            raise ValueError(f"records of ranks {sorted(unlisted)}, which are not in the timeline")
         object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
         object.__setattr__(self, "records", tuple(sorted(self.records, key=_order)))
 
@@ -227,6 +227,7 @@ class Timeline(Shown):
 
 
 def _order(record: WorkRecord) -> tuple[Any, ...]:
+    """The sort key of a record in its timeline."""
     operation = tuple(
         -1 if n is None else n for n in (record.step, record.stage, record.microbatch)
     )
@@ -262,8 +263,8 @@ class TimelineRecorder:
 
     def add(self, *, name: str, start: float, end: float, **details: Any) -> None:
         """Record work that was timed elsewhere, for example by CUDA events."""
-        place: dict[str, Any] = {"rank": self.rank, "step": self.step, **details}
-        self._records.append(WorkRecord(name=name, start=start, end=end, **place))
+        values: dict[str, Any] = {"rank": self.rank, "step": self.step, **details}
+        self._records.append(WorkRecord(name=name, start=start, end=end, **values))
 
     def seconds(self, name: str, step: int) -> float:
         """Time spent in the records of this name in step `step`."""
@@ -271,7 +272,8 @@ class TimelineRecorder:
         return sum(record.end - record.start for record in records)
 
     def replace_since(self, start: float, name: str, kind: str = "") -> None:
-        """Replace the records from `start` on, of discarded work, by a single one until now."""
+        """Replace the records of discarded work, which begin at `start` or later, by one record
+        from `start` until now."""
         self._records = [record for record in self._records if record.start < start]
         self.add(name=name, start=start, end=self.clock(), kind=kind)
 

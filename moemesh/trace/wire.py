@@ -99,7 +99,7 @@ class ServerTraffic(NamedTuple):
 
     @property
     def link(self) -> float:
-        """Bytes of the busier direction of the server's link, push and pull one after the other."""
+        """Bytes in the busier direction of the server's link, for a push followed by a pull."""
         return self.push_received + self.pull_sent
 
 
@@ -110,7 +110,8 @@ def parameter_server(
     parts of the weights and also train. Every rank pushes its gradients and, after the optimizer
     step, pulls the new weights. A server's link carries (ranks - 1) / servers times gradients and
     weights; a ring all-reduce moves less than twice the gradients over each link."""
-    share, others = 1 / servers, ranks - 1  # others >= servers - 1: serving is the busier direction
+    # A server sends gradients to `servers - 1` ranks, and receives them from `others`, not fewer.
+    share, others = 1 / servers, ranks - 1
     return ServerTraffic(
         push_sent=gradient_bytes * (1 - share),
         push_received=gradient_bytes * share * others,
