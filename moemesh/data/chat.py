@@ -38,7 +38,7 @@ from moemesh.data.tokenizer import TEMPLATE, DataError, Tokenizer
 
 #: Most characters of an error message of a template in ours.
 LONGEST_REASON = 300
-#: Variables around the answers that a template marks.
+#: Variables that the extension writes before and after an answer that a template marks.
 BEGIN, END = "generation_begin", "generation_end"
 #: Candidates for a character that a text does not contain: the private use area.
 MARKS = [chr(code) for code in range(0xE000, 0xF900)]
@@ -52,29 +52,30 @@ LOSS_KEYS = {
     "masked": (False, True),  # torchtune
     "trainable": (True, False),  # Tinker
 }
-#: Keys of a turn that the templates do not read, and the words for its content that they do.
+#: Key of a turn that templates do not read -> what to write instead.
 OLDER_KEYS = {
     "function_call": '"tool_calls": [{"type": "function", "function": {...}}]',
     "train_detail": '"train" for a whole turn',
 }
-#: Other keys of a turn that are about its loss, if their value is a switch or a list; and those
-#: whose value may be any number. Other numbers, such as that of `train_loss`, are measurements.
+#: Other keys that set the loss of a turn, if their value is a switch or a list. Other values, such
+#: as the number of `train_loss`, are measurements.
 _LOSS = re.compile(
     r"(?:^|_)(?:train|training|trainable|loss|mask|masks|weight|weights|learn)(?:_|$)"
 )
+#: Those among them that set the loss by any number.
 _FACTOR = re.compile(r"(?:^|_)(?:weight|weights|scale)(?:_|$)")
 #: Names of roles that other formats than messages have.
 FOREIGN_ROLES = {role for role, usual in ROLES.items() if role != usual}
-#: The command that makes texts of contents that are lists of parts.
+#: The command that turns contents that are lists of parts into texts.
 JOIN_PARTS = (
     "jq -c '.messages[].content |= if type == \"array\" then map(.text) | add else . end' joins "
     "the texts of its parts"
 )
 #: Types and keys of parts of a message that are not text, such as ``image_url``.
 _MEDIA = re.compile("image|video|audio")
-#: A turn that every template accepts as the first.
+#: A first turn that every template accepts.
 QUESTION = {"role": "user", "content": "?"}
-#: Place of messages that come from no file.
+#: Place, in errors, of messages that are not from a file.
 CHAT = Where("the conversation", "file", 1, None)
 
 Messages: TypeAlias = list[dict[str, Any]]
@@ -87,9 +88,9 @@ class Rendered(NamedTuple):
     learned: tuple[range, ...]
 
     def mask(self, offsets: np.ndarray) -> np.ndarray:
-        """Tokens that carry loss, bool [n]: every token with a character in a range, and tokens
-        without characters between such tokens. `offsets` [n, 2]: first character of each token,
-        and the end after its last."""
+        """Tokens that carry loss, bool [n]: those with a character in a range of `learned`, and
+        tokens without characters between them. `offsets` [n, 2]: first character of each token and
+        the end after its last one."""
         mask = np.zeros(len(offsets), dtype=bool)
         for span in self.learned:
             first = np.searchsorted(offsets[:, 1], span.start, side="right")
@@ -127,7 +128,7 @@ class ChatTemplate:
         self._origin, self._added = origin, added
         self._templates: dict[str, Template] = {}
         self._marking: set[str] = set()
-        self._texts: set[object] = set()  # the literals of all templates
+        self._texts: set[object] = set()  # the constants of all templates, such as roles
         for name, source in ({"default": sources} if isinstance(sources, str) else sources).items():
             try:
                 self._templates[name] = environment.from_string(source)
@@ -142,7 +143,7 @@ class ChatTemplate:
     def open(
         cls, tokenizer: Tokenizer, needed_by: str = 'the data has conversations ("messages")'
     ) -> ChatTemplate:
-        """The template beside a tokenizer. Raises DataError without one."""
+        """The chat template of a tokenizer. Raises DataError without one."""
         folder, settings = tokenizer.folder, tokenizer.settings
         if "default" not in settings.templates:
             names = ", ".join(sorted(settings.templates))
@@ -205,14 +206,14 @@ class ChatTemplate:
 
     @cached_property
     def stop_token(self) -> str | None:
-        """The added token at which an answer ends; None if it ends with other text."""
+        """The added token that ends an answer; None if other text ends it."""
         end = self._first_end(self._tail())
         return max(filter(end.endswith, self._added), key=len, default=None)
 
     @cached_property
     def _closing(self) -> str:
-        """The added tokens that directly follow the first one after each answer, whether another
-        turn follows or not."""
+        """The added tokens that directly follow the first one after an answer, both at the end of
+        a conversation and before another turn."""
         try:
             last, other = self._tail(), self._tail(QUESTION)
         except BadRecordError:
@@ -277,8 +278,8 @@ class ChatTemplate:
 
 
 def completed(record: Mapping[str, Any], tokenizer: Tokenizer) -> Rendered:
-    """Texts with and without loss: segments, or a prompt and its completion, which carries loss,
-    with the tokenizer's ``eos_token``."""
+    """The text of a record with segments, some of which carry loss, or with a prompt and its
+    completion, which carries loss and ends with the tokenizer's ``eos_token``."""
     if SEGMENTS in record:
         segments = record[SEGMENTS]
     else:
@@ -303,10 +304,10 @@ class _Rendering:
         self._places: dict[int, tuple[int, int]] = {}
 
     def marked_spans(self, learned: Sequence[bool]) -> list[range] | None:
-        """The characters that the template marks, without turns that are not `learned`; None if
-        the template marks nothing."""
+        """The ranges of characters that the template marks, without those of turns that are not
+        `learned`; None if the template marks nothing."""
         marked = self._render(self._messages, **{BEGIN: self._mark, END: self._mark})
-        # Pieces are by turns outside and inside of a span; without marks they are the text.
+        # Pieces are alternately outside and inside of a span; joined, they are the text.
         ends = np.cumsum([len(piece) for piece in marked.split(self._mark)]).tolist()
         spans = [range(*pair) for pair in zip(ends[0::2], ends[1::2], strict=False)]
         if not spans:
@@ -320,13 +321,14 @@ class _Rendering:
         return spans
 
     def spans(self, learned: Sequence[bool], template: ChatTemplate) -> list[range] | None:
-        """Each assistant turn that is `learned` and written, without its header, with its
-        end-of-turn token; None if the text has no assistant turn."""
+        """The range of characters of each assistant turn that is `learned` and written, without its
+        header, with its end-of-turn token; None if the text has no assistant turn."""
         turns = [n for n, message in enumerate(self._messages) if message["role"] == "assistant"]
         places = {turn: self._place(turn) for turn in turns}
         places = {turn: place for turn, place in places.items() if place[0] <= place[1]}
         if not places:
             return None
+        # A rendering that ends with an answer shows its end-of-turn token.
         answer = {"role": "assistant", "content": self._mark}
         try:
             probe = self._render([*self._messages[: turns[0]], answer])
@@ -339,6 +341,7 @@ class _Rendering:
             if not learned[turn]:
                 continue
             start, length = self._start(turn, first, template.header), len(stop)
+            # The content may be followed by calls, or end otherwise than that of the probe.
             if self._messages[turn].get("tool_calls") or not self.text.startswith(stop, last):
                 is_last = turn + 1 == len(self._messages)
                 rest = self.text[last : None if is_last else max(last, self._place(turn + 1)[0])]
@@ -353,9 +356,9 @@ class _Rendering:
         return spans
 
     def lost_part(self) -> tuple[int, int] | None:
-        """Numbers, from 0, of a message and of a part of its content, a list or an object, that the
-        template leaves out, though it writes texts of this message; None: of none. Reasoning may be
-        left out."""
+        """(message, part), numbers from 0, of the first part that the template leaves out though it
+        writes texts of this message; None if there is none. A part is an element of the content, or
+        the content itself if it is an object. Parts of reasoning may be left out."""
         marks = dict[tuple[int, int], str]()  # message and part -> the text in place of its texts
 
         def marked(value: Any, mark: str) -> Any:
@@ -388,7 +391,7 @@ class _Rendering:
                 contents[turn] = [marked_part(turn, *item) for item in enumerate(content)]
             elif isinstance(content, dict):
                 contents[turn] = marked_part(turn, 0, content)
-        # One rendering for all parts; another two for each that is missing in it.
+        # One rendering with the marks of all parts, and two for each part that it lacks.
         text = rendered(contents) if marks else ""
         for (turn, number), mark in marks.items():
             if mark not in text:
@@ -405,8 +408,8 @@ class _Rendering:
         exceeds end if the text has no such message."""
         if turn not in self._places:
             message = self._messages[turn]
-            # The first mark that changes the text counts: in content and arguments of calls, in
-            # place of any content, in names of calls.
+            # Three ways to mark the message, of which the first that changes the text counts: its
+            # content and the arguments of its calls; any content; the names of its calls.
             marks = (_marked(message, self._mark), {**message, "content": self._mark})
             for marked in (*marks, _marked(message, self._mark, "name")):
                 other = self._render([*self._messages[:turn], marked, *self._messages[turn + 1 :]])
@@ -420,9 +423,10 @@ class _Rendering:
         return self._places[turn]
 
     def _start(self, turn: int, first: int, header: str) -> int:
-        """The place after the header of the turn whose content begins at `first`; `header` is that
+        """Position after the header of the turn whose content begins at `first`; `header` is that
         of an answer to a question."""
-        earlier, before = self._messages[:turn], 0  # the end of the content before this turn
+        # `before`: the end of the content of the turn before this one.
+        earlier, before = self._messages[:turn], 0
         try:
             prompt = self._render(earlier, add_generation_prompt=True) if earlier else None
         except BadRecordError:  # a template may refuse a part of a conversation
@@ -450,14 +454,14 @@ class _Rendering:
 
 def _shared(text: str, other: str) -> int:
     """Length of the common prefix, by bisection."""
-    known, most = 0, min(len(text), len(other))
-    while known < most:
-        middle = (known + most + 1) // 2
-        if text[known:middle] == other[known:middle]:
-            known = middle
+    low, high = 0, min(len(text), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text[low:middle] == other[low:middle]:
+            low = middle
         else:
-            most = middle - 1
-    return known
+            high = middle - 1
+    return low
 
 
 def _marked(message: Mapping[str, Any], mark: str, key: str = "arguments") -> dict[str, Any]:
@@ -484,8 +488,8 @@ def _marked_call(call: Any, mark: str, key: str) -> Any:
 
 
 class _Generation(Extension):
-    """``{% generation %} ... {% endgeneration %}``: its body, between the variables BEGIN and END,
-    which are empty except when spans are located."""
+    """``{% generation %} ... {% endgeneration %}``: writes its body between the variables BEGIN and
+    END, which are empty except when spans are located."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -493,7 +497,7 @@ class _Generation(Extension):
         next(parser.stream)
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         first, last = (nodes.Output([nodes.Name(name, "load")]) for name in (BEGIN, END))
-        return [first, nodes.Scope(body), last]  # values that it sets end with it
+        return [first, nodes.Scope(body), last]  # variables set in the body are local to it
 
 
 def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[bool]]:
@@ -570,7 +574,7 @@ def _json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter ``tojson`` of transformers, whose options may be given by position."""
+    """The filter ``tojson`` as in transformers: templates may give its options by position."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

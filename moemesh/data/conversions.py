@@ -10,18 +10,18 @@ from typing import Any, cast
 
 from moemesh.config.limits import few
 
-#: The key of a conversation, those of a prompt and its completion, and that of texts with and
+#: Keys of the content of a record: a conversation; a prompt and its completion; texts with and
 #: without loss.
 MESSAGES, PROMPT, COMPLETION, SEGMENTS = "messages", "prompt", "completion", "segments"
-#: Optional keys of every conversation: its system prompt, its tools, values for the chat template,
-#: and those that must be empty, because they hold data other than text.
+#: Optional keys of every conversation: its system prompt, its tools, values for the chat template.
 SYSTEM, TOOLS, TEMPLATE_VALUES = "system", "tools", "chat_template_kwargs"
+#: Keys of data other than text, which must be empty.
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 #: The older key of tools, which no chat template reads.
 FUNCTIONS = "functions"
-#: Keys of TRL and of LLaMA-Factory whose value false marks an answer to avoid, and keys of answers
-#: to avoid.
+#: Keys of TRL and of LLaMA-Factory whose value false marks an answer to avoid.
 AVOIDED = ("label", "kto_tag")
+#: Keys of answers to avoid.
 REJECTED = ("rejected", "rejected_response", "non_preferred_output")
 #: Keys that identify a record of another format -> its optional keys.
 SHAPES = {
@@ -30,13 +30,14 @@ SHAPES = {
     (PROMPT, COMPLETION): (),
     (SEGMENTS,): (),
 }
-#: Keys of questions and answers in unsupported records, of the texts that belong to a question, and
-#: of lists with turns by turns of user and assistant.
+#: Keys in unsupported records: of a question, of an answer, of a text that belongs to a question,
+#: and of a list whose turns alternate between user and assistant.
 QUESTIONS = ("question", "query", "problem", "instruction", "prompt", "input")
 ANSWERS = ("answer", "response", "solution", "output", "chosen", "preferred_output")
 CONTEXTS = ("context", "input")
 DIALOGS = ("conversations", "conversation", "dialogue", "dialog", "turns", "data")
-#: Keys of the role and of the content of a turn that are read, and those of unsupported records.
+#: Keys of the role and of the content of a turn: the pairs that are read, then those of unsupported
+#: records.
 TURN_KEYS = (("role", "content"), ("from", "value"))
 SPEAKERS = ("role", "from", "speaker", "author", "sender")
 CONTENTS = ("content", "value", "text", "utterance", "message")
@@ -55,9 +56,9 @@ ROLES = {
 
 
 def conversion(value: Any, text_key: str, unit: str, is_record: Callable[[Any], bool]) -> str:
-    """The command that converts records like `value`, or the key of its only text, after a
-    semicolon; "" if unknown. `unit`: kind of the place of the record, such as "line"; `is_record`
-    returns whether a value is read as it is."""
+    """The end of an error message, after a semicolon: the command that converts records like
+    `value`, or the key of its only text; "" if unknown. `unit`: that of the record's place, such as
+    "line"; `is_record` returns whether a value is read as it is."""
     notes, program = list[str](), None
     if isinstance(value, dict):
         fields = {key: field for key, field in value.items() if field is not None}
@@ -75,7 +76,7 @@ def conversion(value: Any, text_key: str, unit: str, is_record: Callable[[Any], 
         if program is None and not notes and len(texts) == 1 and not is_half:
             notes.append(f"data.text_key = {json.dumps(texts[0])} reads that text")
     elif are_turns(value):
-        # The list is a record: on its line, or a file that is one list of such lists.
+        # A list of turns is one record, on its line or as an element of the file's list.
         program = "{messages: .}"
     elif isinstance(value, str):
         program = f"{{{json.dumps(text_key)}: .}}"
@@ -98,7 +99,7 @@ def _program(
     )
     if len(renamed) == 1:  # turns with other names of role and content
         return renamed[0]
-    # The conversation and its last turn apart.
+    # A conversation whose last turn is under another key.
     if "conversations" in lists and isinstance(fields.get("chosen"), dict):
         return "{conversations: (.conversations + [.chosen])}"
     if len(answers) == 1:  # one list of turns, perhaps with those of a prompt
@@ -131,14 +132,14 @@ def _program(
 
 
 def _turn_pair(fields: Mapping[str, Any], question: str, answer: str) -> str:
-    """The expression of jq for the messages of a question and its answer, with all that belongs to
-    them in `fields`."""
+    """The expression of jq for the messages of a question and its answer, with system prompt,
+    history and context in `fields`."""
     turns = list[str]()
     if isinstance(fields.get(SYSTEM), str):
         turns.append(f'{{role: "system", content: .{SYSTEM}}}')
     if isinstance(fields.get("history"), list):
-        pair = '{role: "user", content: .[0]}, {role: "assistant", content: .[1]}'
-        turns.append(f"(.history[] | {pair})")
+        exchange = '{role: "user", content: .[0]}, {role: "assistant", content: .[1]}'
+        turns.append(f"(.history[] | {exchange})")
     keys = [key for key in CONTEXTS if isinstance(fields.get(key), str) and key != question]
     content = _path(question)
     if keys:

@@ -28,8 +28,8 @@ from moemesh.trace.machine import usable_cores
 
 #: A single text file at least this large is memory-mapped instead of read.
 MAP_FROM_BYTES = 64 << 20
-#: Most tokens whose digest covers all of them; for a larger memory-mapped file without a digest,
-#: `SAMPLED_BLOCKS` evenly spread blocks of `BLOCK` tokens.
+#: Largest number of tokens of a memory-mapped file that the digest covers completely; of a larger
+#: file it covers `SAMPLED_BLOCKS` evenly spread blocks of `BLOCK` tokens.
 DIGEST_WHOLE, SAMPLED_BLOCKS, BLOCK = 1 << 26, 256, 1 << 14
 
 
@@ -39,7 +39,7 @@ class Corpus:
 
     ``starts`` int64: the first token of each document; the newline after a text belongs to it.
     ``learned`` bool: tokens that carry loss as targets; None: all, without conversations.
-    ``digest``: digest of all of these, if the writer of the files has computed it.
+    ``digest``: digest of the three arrays, if the writer of the files has computed it.
     """
 
     tokens: np.ndarray
@@ -63,8 +63,8 @@ class Corpus:
         into memory.
 
         `tokenizer` is "bytes" (ids 0..255) or a folder with a tokenizer.json. Raises DataError with
-        file and place for anything that cannot be read or does not fit `vocab_size`; records that
-        `log` takes are left out.
+        file and place for anything that cannot be read or does not fit `vocab_size`; bad records
+        that `log` accepts are left out.
         """
         files, source = find(path, format), "standard library" if path is None else path
         reader = Tokenizer.open(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -89,6 +89,7 @@ class Corpus:
         for document in documents:
             check_ids(document, vocab_size)
             added = [(document.ids, document.learned)]
+            # The newline of a text is added before the next document, so that the last has none.
             if not (document.where.continues and starts):
                 added = [(newline, None), *added] if after_text else added
                 starts.append(num_tokens + (len(newline) if after_text else 0))
@@ -141,7 +142,8 @@ class Corpus:
 
 
 def check_ids(document: Document, vocab_size: int) -> None:
-    """Raises DataError at the first byte >= `vocab_size`; tokenizers are checked once."""
+    """Raises DataError at the first id >= `vocab_size`, which only bytes can have: other tokenizers
+    are checked before (:meth:`Tokenizer.check`)."""
     ids = document.ids
     if not len(ids) or int(ids.max()) < vocab_size:
         return
@@ -167,15 +169,15 @@ def is_whole_file(files: Sequence[DataFile], reader: Tokenizer) -> bool:
 # Documents follow one another in a stream; the ids of :func:`between` follow each text but the last
 # document, and the text of a template follows a conversation.
 
-#: Characters of a batch, and most records: few, so that the first batch comes early.
+#: Least characters of a full batch, or else records: few, so that the first batch comes early.
 BATCH_CHARACTERS, BATCH_RECORDS = (1 << 17) * usable_cores(), 1 << 12
-#: Batches that are read ahead.
+#: Batches that are read while earlier ones are tokenized.
 AHEAD = 2
 
 
 class Document(NamedTuple):
-    """Ids [n] of a record, uint8 for bytes, else int32, and those that carry loss as targets, bool
-    [n]; None: all. If ``where.continues``, they continue the previous document."""
+    """`ids` [n] of a record, uint8 for bytes, else int32; `learned`: those that carry loss as
+    targets, bool [n]; None: all. If ``where.continues``, they continue the previous document."""
 
     where: Where
     ids: np.ndarray
@@ -187,16 +189,16 @@ def between(tokenizer: Tokenizer) -> np.ndarray:
     return tokenizer.encode(b"\n", "newline")
 
 
-#: A record and its place: bytes if they are the ids, so that no pass over them is needed; else the
-#: text, or the rendered text of a conversation or completion.
+#: The place of a record and its content: bytes if these are the ids, which need no tokenizer; else
+#: the text, or the rendered text of a conversation or completion.
 _Text = tuple[Where, str | bytes | Rendered]
 
 
 def documents_of(
     files: Sequence[DataFile], tokenizer: Tokenizer, text_key: str, log: BadRecordLog
 ) -> Iterator[Document]:
-    """Every document of the files, in order, without empty ones. `log` counts the records and takes
-    the bad ones.
+    """Every document of the files, in order, without empty ones. `log` counts the records, and
+    raises or collects the errors of bad ones.
 
     In a conversation only the assistant turns carry loss (:mod:`moemesh.data.chat`). Raises
     DataError for conversations without a chat template.

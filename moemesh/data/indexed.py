@@ -36,14 +36,14 @@ from moemesh.config.suggest import nearest_path
 from moemesh.data.tokenizer import DataError
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
-#: After the magic: version, dtype code, sequences, entries of the document index.
+#: Magic, version, dtype code, number of sequences, number of entries of the document index.
 HEADER = struct.Struct("<9sQBQQ")
 #: Megatron's codes of integer dtypes; 6 and 7 are floats, which cannot be ids.
 DTYPES = {
     code: np.dtype(name)
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
-#: Lengths of sequences are int32; longer documents are several sequences.
+#: Most tokens of a sequence, whose length is an int32; a longer document is several sequences.
 MAX_SEQUENCE = 2**31 - 1
 #: Largest sidecar in bytes.
 MAX_SIDECAR = 1 << 20
@@ -73,7 +73,8 @@ class Sidecar:
 
 
 class HashedFile:
-    """A file under a temporary name, with the checksum of what was written."""
+    """A file under a temporary name until :meth:`commit`, with the checksum of what was written.
+    Methods raise DataError if the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._temporary = path, path.with_name(path.name + ".tmp")
@@ -110,7 +111,7 @@ class HashedFile:
 
 
 def prefix_of(path: str | Path) -> Path:
-    """The prefix of a pair of files, from itself or one of the files."""
+    """The prefix of a pair of files; `path` is the prefix or one of the files."""
     path = Path(path).expanduser()
     for suffix in (MASK, META, BIN, IDX):
         if path.name.endswith(suffix):
@@ -131,7 +132,8 @@ def size_of(path: Path) -> int:
 
 
 def read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray]:
-    """(dtype, begins of sequences and the end [n + 1], document index [d]), int64."""
+    """(dtype of the ids, first token of each of n sequences and the end [n + 1], document index
+    [d]), both int64. Raises DataError for a damaged index."""
     size = size_of(path)
     with path.open("rb") as file:
         head = file.read(HEADER.size)
@@ -174,7 +176,7 @@ def read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray]:
         raise DataError(f"{path}: sequence {number} has {int(lengths[number])} tokens")
     offsets, itemsize = np.zeros(num_sequences + 1, dtype=np.int64), DTYPES[code].itemsize
     np.cumsum(lengths, dtype=np.int64, out=offsets[1:])
-    # Between 2**32 sequences of 2**31 tokens the sums stay far below 2**63.
+    # For n < 2**29 sequences of 2**31 tokens of 8 bytes, the offsets in bytes fit int64.
     wrong = pointers != offsets[:-1] * itemsize
     if wrong.any():
         number = int(np.argmax(wrong))
@@ -255,30 +257,30 @@ class IndexedTokens:
             )
         if not num_tokens:
             raise DataError(f"{bin_path}: the file has no tokens")
-        facts, path = read_sidecar(prefix), path_with(prefix, META)
+        facts, meta_path = read_sidecar(prefix), path_with(prefix, META)
         starts = np.unique(offsets[documents])
         starts = starts[starts < num_tokens]
         if facts is not None:
             if (facts.num_tokens, facts.num_documents) != (num_tokens, len(starts)):
                 raise DataError(
-                    f"{path} is of {facts.num_tokens} tokens in {facts.num_documents} documents, "
-                    f"and the index of {num_tokens} in {len(starts)}: the files do not belong "
-                    "together"
+                    f"{meta_path} is of {facts.num_tokens} tokens in {facts.num_documents} "
+                    f"documents, and the index of {num_tokens} in {len(starts)}: the files do not "
+                    "belong together"
                 )
             if facts.max_id > np.iinfo(dtype).max:
                 raise DataError(
-                    f"{path}: the largest id, {facts.max_id}, is not a number of {dtype.name}"
+                    f"{meta_path}: the largest id, {facts.max_id}, is not a number of {dtype.name}"
                 )
             for suffix, file in facts.files.items():
                 if (size := size_of(path_with(prefix, suffix))) != file["bytes"]:
                     raise DataError(
-                        f"{path_with(prefix, suffix)} has {size} bytes, and {path} has "
+                        f"{path_with(prefix, suffix)} has {size} bytes, and {meta_path} has "
                         f"{file['bytes']}: the files do not belong together, or one is incomplete"
                     )
         mask_path, learned = path_with(prefix, MASK), None
         has_mask = mask_path.is_file() if facts is None else MASK in facts.files
         if facts is not None and not has_mask and mask_path.exists():
-            raise DataError(f"{mask_path}: {path} describes no loss mask")
+            raise DataError(f"{mask_path}: {meta_path} describes no loss mask")
         if has_mask:
             if (size := size_of(mask_path)) != num_tokens:
                 raise DataError(
@@ -301,7 +303,7 @@ class IndexedTokens:
 
     @cached_property
     def max_id(self) -> int:
-        """The largest id: from the sidecar, or by reading the file once."""
+        """The largest id: that of the sidecar, else by reading the file once."""
         if self.sidecar is not None:
             return self.sidecar.max_id
         return max(int(self.tokens[i : i + CHUNK].max()) for i in range(0, len(self.tokens), CHUNK))
@@ -315,8 +317,8 @@ class IndexedTokens:
                 f"{bin_path} was made with the tokenizer {facts.tokenizer}, and data.tokenizer is "
                 f"{tokenizer}: name the tokenizer that made the file, or retokenize the text"
             )
-        signed = np.iinfo(self.tokens.dtype).min < 0 and facts is None
-        if self.max_id < vocab_size and not signed:
+        may_be_negative = np.iinfo(self.tokens.dtype).min < 0 and facts is None
+        if self.max_id < vocab_size and not may_be_negative:
             return
         for start in range(0, len(self.tokens), CHUNK):
             chunk = self.tokens[start : start + CHUNK]
@@ -386,7 +388,7 @@ class IndexedWriter:
         self._buffer: list[tuple[np.ndarray, np.ndarray | None]] = []
         self._num_buffered = self._num_written = 0
         self._max_id = 0
-        #: Whether the end of the newest document follows before the next one.
+        #: Whether the end of the newest document has to be written before the next one.
         self._owes_end = False
         #: Whether the newest document is a text.
         self.ends_text = True
@@ -460,6 +462,7 @@ class IndexedWriter:
             self._write_end()
         self._flush()
         lengths = np.frombuffer(self._lengths, dtype=np.int64)
+        # Sequences of each document: all but the last one of MAX_SEQUENCE tokens.
         counts = np.maximum(1, -(-lengths // MAX_SEQUENCE))
         documents = np.concatenate([[0], np.cumsum(counts)]).astype("<i8")
         sequences = np.full(int(documents[-1]), MAX_SEQUENCE, dtype=np.int64)
@@ -512,12 +515,12 @@ class IndexedWriter:
 
 
 def joined_mask(parts: Sequence[tuple[np.ndarray, np.ndarray | None]]) -> np.ndarray | None:
-    """The mask of several (ids, mask) in a row; None if all of their tokens carry loss."""
+    """The mask of consecutive `parts` (ids, mask); None if all of their tokens carry loss."""
     if all(mask is None for _, mask in parts):
         return None
     return np.concatenate([mask_of(mask, len(ids)) for ids, mask in parts])
 
 
 def mask_of(learned: np.ndarray | None, count: int) -> np.ndarray:
-    """The mask of `count` tokens; all carry loss if `learned` is None."""
+    """`learned`, or the mask of `count` tokens that all carry loss if it is None."""
     return np.ones(count, dtype=bool) if learned is None else learned

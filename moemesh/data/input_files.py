@@ -63,7 +63,8 @@ MAGIC = (
     (b"\xfe\xff", "UTF-16 text"),
     (b"%PDF-", "a PDF document"),
 )
-#: Those kinds -> the remedy, for the file FILE and a new file NEW, both quoted for a shell.
+#: Kind of a binary file -> the remedy; FILE and NEW become the names of the file and of a new one,
+#: quoted for a shell.
 REMEDIES = {
     "gzip data": "let its name end in .gz, or leave it out",
     "zstd data": "let its name end in .zst, or leave it out",
@@ -76,7 +77,7 @@ REMEDIES = {
     "UTF-32 text": "iconv -f UTF-32 -t UTF-8 FILE > NEW converts it",
     "a tar archive": "tar -xf FILE unpacks it",
 }
-#: Limits of the checks before a source is read: bytes at the beginning of a file, and files.
+#: Limits of the checks before a source is read: bytes at the beginning of a file; number of files.
 HEAD, CHECKED_FILES = 1 << 16, 1000
 #: Skipped folders: the standard library's own tests are 19 of its 31 MB.
 STANDARD_LIBRARY_SKIP = frozenset(
@@ -125,6 +126,7 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         if not sources:
             raise DataError(f"this Python has no library sources under {root}: set data.path")
         return sources
+    # A dataset of the Hub: read by the package datasets, or its files from a downloaded copy.
     if path.startswith(HUB):
         if format not in ("auto", "dataset"):
             raise DataError(f'data.path {path} is a dataset of the Hub: data.format = "dataset"')
@@ -141,6 +143,7 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
             f"by python -c \"import fsspec; fsspec.filesystem('{scheme[0]}').get('{path}', "
             "'data/', recursive=True)\""
         )
+    # One file, or the files of a pattern.
     root = Path(path).expanduser()
     try:
         mode = root.stat().st_mode
@@ -161,6 +164,7 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         return [_classified(root, format)]
     if not stat.S_ISDIR(mode):
         raise DataError(f"data.path {path} is neither a regular file nor a folder")
+    # A folder: a saved dataset, or files.
     if any((root / name).is_file() for name in (SAVED_DATASET, SAVED_DATASETS)):
         if format not in ("auto", "dataset"):
             raise DataError(
@@ -189,7 +193,8 @@ def _visible(root: Path) -> list[Path]:
 
 
 def _is_dataset(root: Path) -> bool:
-    """Whether the folder is a copy of a dataset of the Hub: downloaded, or with its card."""
+    """Whether the folder is a copy of a dataset of the Hub: it was downloaded, or has the dataset's
+    card."""
     card = root / "README.md"
     if (root / DOWNLOADS).is_dir():
         return True
@@ -199,7 +204,7 @@ def _is_dataset(root: Path) -> bool:
 
 
 def _of_dataset(root: Path, files: list[Path]) -> list[Path]:
-    """The `files` with records, only those of the split train, if names or folders have it; and
+    """The `files` with records (if any name or folder has "train", only those of that split), and
     files that the user has added to a download."""
     added, records = set[Path](), set[Path]()
     is_download = (root / DOWNLOADS).is_dir()
@@ -209,23 +214,23 @@ def _of_dataset(root: Path, files: list[Path]) -> list[Path]:
         elif file.name.endswith(DATA_ENDINGS):
             records.add(file)
     training = {file for file in records if TRAIN.search(str(file.relative_to(root)).lower())}
-    kept = added | (training or records)
-    return [file for file in files if file in kept]
+    chosen = added | (training or records)
+    return [file for file in files if file in chosen]
 
 
 def note_on_splits(path: str | None, files: list[DataFile]) -> str | None:
-    """A sentence on the splits in a folder, of whose files :func:`find` returned `files`; None
-    if it has no other than train."""
+    """A sentence on the splits other than train in the folder `path`, of which :func:`find`
+    returned `files`; None without such splits."""
     if path is None or not (root := Path(path).expanduser()).is_dir():
         return None
-    if any(file.format == "dataset" for file in files):  # datasets has saved it, and reads it
+    if any(file.format == "dataset" for file in files):  # the package datasets reads the folder
         return None
     names = [file.path.relative_to(root).as_posix() for file in files]
     if _is_dataset(root):
         records = [file for file in _visible(root) if file.suffix in _FILES]
-        left = {file.relative_to(root).as_posix() for file in records}.difference(names)
-        without = f"only its split train is read, without {few(sorted(left), 3)}"
-        return f"{path} is a dataset of the Hub: {without}" if left else None
+        unread = {file.relative_to(root).as_posix() for file in records}.difference(names)
+        without = f"only its split train is read, without {few(sorted(unread), 3)}"
+        return f"{path} is a dataset of the Hub: {without}" if unread else None
     others = [name for name in names if OTHER_SPLITS.search(name.lower())]
     if not others or not any(TRAIN.search(name.lower()) for name in names):
         return None
@@ -262,8 +267,8 @@ def pinned(path: str | None) -> str | None:
 
 
 def downloaded(dataset: HubName) -> Path:
-    """The folder of a dataset in the cache of huggingface_hub, whose name is the commit. Missing
-    files are downloaded, unless HF_HUB_OFFLINE is set."""
+    """The folder of a dataset in the cache of huggingface_hub; the folder's name is the commit.
+    Missing files are downloaded, unless HF_HUB_OFFLINE is set."""
     name = dataset.name
     try:
         return snapshot(name, dataset.revision, "dataset")
@@ -281,8 +286,8 @@ def downloaded(dataset: HubName) -> Path:
 
 
 def check_head(file: DataFile) -> None:
-    """Raises DataError for a file whose first bytes are not of its format: compressed or binary
-    data under the name of a text; also JSON, unless the user set the format "text"."""
+    """Raises DataError for a file whose first bytes are not of its format, such as compressed or
+    binary data under the name of a text, or JSON, unless the user set the format "text"."""
     path, format, compression, named = file
     if format in ("bytes", "dataset"):
         return
@@ -396,7 +401,7 @@ def _walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:
 
 # Bytes of a file, decompressed as they are read.
 
-#: Compressed bytes that are taken at once: few, since a hostile file expands them 30,000-fold.
+#: Compressed bytes that are decompressed at once: few, since a hostile file expands 30,000-fold.
 CHUNK = 1 << 13
 
 
@@ -440,8 +445,10 @@ class _Zstd(io.RawIOBase):
     def __init__(self, path: Path, plain: BinaryIO) -> None:
         self._package = optional("zstandard", path)
         self._plain, self._frame = plain, self._package.ZstdDecompressor().decompressobj()
-        self._inside, self._input = False, b""  # a frame has begun; compressed bytes
-        self._ready, self._position = b"", 0  # decompressed bytes; number of those returned
+        #: Whether a frame has begun, and compressed bytes that were read but not decompressed.
+        self._inside, self._input = False, b""
+        #: Decompressed bytes that were not returned yet, and the number of returned ones.
+        self._ready, self._position = b"", 0
 
     def readable(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Orders: pure functions of seed, epoch and position, the same for every layout and platform.
+"""Order of training samples: a function of seed, epoch and position, not of layout or platform.
 
 Random numbers are raw 64-bit words of the Philox counter generator, with the key (seed, purpose)
 and the epoch in the counter: the same on every platform and under every version of numpy
@@ -15,8 +15,8 @@ import numpy as np
 
 
 class IdRanges:
-    """Ascending ids without repetition, as ranges: as small for a trillion tokens as for a
-    thousand. ``len`` counts the ids, and a *place* is the number of an id among them, from 0."""
+    """Ascending ids without repetition, stored as ranges, so that the size in memory does not grow
+    with the number of ids. ``len`` counts the ids; a *place* is the index of an id among them."""
 
     def __init__(self, firsts: np.ndarray, lasts: np.ndarray) -> None:
         """Ranges ``firsts[i] .. lasts[i] - 1``, int64, ascending; empty ones are left out."""
@@ -39,8 +39,8 @@ class IdRanges:
     def at(self, places: np.ndarray) -> np.ndarray:
         """The ids at `places` [n], int64."""
         ranges = np.searchsorted(self._ends, places, side="right")
-        before = self._ends[ranges] - np.diff(self._ends, prepend=0)[ranges]
-        return self._firsts[ranges] + (places - before)
+        begins = self._ends[ranges] - np.diff(self._ends, prepend=0)[ranges]
+        return self._firsts[ranges] + (places - begins)
 
     def spread(self, count: int) -> np.ndarray:
         """`count` of the ids, evenly spread, int64; all of them if there are fewer."""
@@ -50,6 +50,7 @@ class IdRanges:
     def divided(self, blocks: np.ndarray) -> tuple[IdRanges, IdRanges]:
         """The ids at the places ``blocks[i, 0] .. blocks[i, 1] - 1``, and the others. `blocks`
         int64 [n, 2], ascending, not overlapping."""
+        # Edges of the gaps before, between and after the blocks.
         bounds = np.r_[0, blocks.reshape(-1), len(self)]
         inside = IdRanges.joined([self._between(*block) for block in blocks.tolist()])
         gaps = bounds.reshape(-1, 2).tolist()
@@ -60,10 +61,10 @@ class IdRanges:
         begins = self._ends - np.diff(self._ends, prepend=0)  # place of the first id of each range
         first = np.searchsorted(self._ends, start, side="right")
         last = np.searchsorted(begins, stop, side="left")
-        rows = slice(first, last)
-        low = np.maximum(start, begins[rows]) - begins[rows]
-        high = np.minimum(stop, self._ends[rows]) - begins[rows]
-        return IdRanges(self._firsts[rows] + low, self._firsts[rows] + high)
+        ranges = slice(first, last)
+        low = np.maximum(start, begins[ranges]) - begins[ranges]
+        high = np.minimum(stop, self._ends[ranges]) - begins[ranges]
+        return IdRanges(self._firsts[ranges] + low, self._firsts[ranges] + high)
 
 
 #: Purposes that key the random streams of all runs; source i adds i * SOURCE_STRIDE.
@@ -71,16 +72,16 @@ HELD_OUT_STREAM, ORDER_STREAM = 1, 2
 SOURCE_STRIDE = 1 << 16
 #: Longest period of an interleaving; weights that need a longer one are rounded to shares of it.
 LONGEST_PERIOD = 1 << 16
-#: Largest size of a permutation that is a table, and rounds of the network for larger ones.
+#: Largest size of a permutation that is stored as a table; rounds of the network for larger ones.
 LARGEST_TABLE, ROUNDS = 1 << 20, 8
 
 
 class Permutation:
     """A permutation of 0..size-1, a pure function of its arguments on every platform.
 
-    Small ones are a table: the order of `size` random words. Of large ones a rank needs few entries
-    and cannot store all, so an entry is computed: a Feistel network permutes the numbers below a
-    power of four, and is repeated until the result is below `size`.
+    A small one is a table: the order of `size` random words. A large one cannot be stored, and a
+    rank needs few of its entries, so each is computed: a Feistel network permutes the numbers below
+    a power of four, and is repeated until the result is below `size`.
     """
 
     def __init__(self, size: int, seed: int, purpose: int, epoch: int) -> None:
@@ -143,8 +144,8 @@ class Interleaving:
             whole = [max(1, round(Fraction(weight * LONGEST_PERIOD, total))) for weight in whole]
         self.counts = np.array(whole, dtype=np.int64)
         self.period = int(self.counts.sum())
-        # Draw j of c lies at the middle of the j-th of c equal parts of the period. The quotients
-        # are correctly rounded, so that equal ones are equal and the first source goes first.
+        # The time of draw j of c is the middle of the j-th of c equal parts of the period. Division
+        # rounds correctly, so equal times compare as equal, and the first source then goes first.
         times = [(2 * np.arange(count) + 1) / (2 * count) for count in self.counts]
         sources = np.repeat(np.arange(len(self.counts)), self.counts)
         #: Source of each position of a period, and the number of its earlier draws in the period.
@@ -168,13 +169,14 @@ class Interleaving:
 
 def held_out_blocks(size: int, count: int, seed: int, source: int = 0) -> np.ndarray:
     """`count` of the places 0..size-1 in about 32 blocks at random positions, [begin, end) int64
-    [n, 2], ascending. Blocks, since only the ends of a block are next to training text."""
+    [n, 2], ascending. Only the ends of a block are next to training text, so blocks keep the two
+    apart better than single places would."""
     if not count:
         return np.empty((0, 2), dtype=np.int64)
     block = max(1, count // 32)
     num_blocks = -(-size // block)
     purpose = HELD_OUT_STREAM + source * SOURCE_STRIDE
-    drawn = min(-(-count // block) + 1, num_blocks)  # one more, as the last of all may be short
+    drawn = min(-(-count // block) + 1, num_blocks)  # one more: the last may be short
     starts = block * Permutation(num_blocks, seed, purpose, 0).at(np.arange(drawn, dtype=np.int64))
     stops = np.minimum(starts + block, size)
     surplus = np.cumsum(stops - starts) - count  # cut from the blocks that were drawn last
@@ -195,7 +197,8 @@ class Epochs:
         return len(self.ids)
 
     def at(self, draws: np.ndarray) -> np.ndarray:
-        """Ids at `draws` [n], ascending: draw d is in epoch ``d // len(ids)``, each id once."""
+        """Ids at `draws` [n], which ascend. Draw d is in epoch ``d // len(ids)``; an epoch has each
+        id once."""
         epochs, places = np.divmod(draws, len(self.ids))
         ids = np.empty(len(draws), dtype=np.int64)
         for epoch in np.unique(epochs).tolist():

@@ -14,7 +14,8 @@ from moemesh.data.tokenizer import Tokenizer
 
 
 class TokenRun(NamedTuple):
-    """Neighbouring tokens of one document: their text, and whether they carry loss as targets."""
+    """Neighbouring tokens of one document: its number, their text, and whether they carry loss as
+    targets."""
 
     document: int
     text: str
@@ -61,7 +62,8 @@ def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) 
         documents = np.searchsorted(corpus.starts, places, side="right") - 1
         documents[places < 0] = PADDING
         positions = np.arange(samples.seq_len)
-        if numbers is not None:
+        if numbers is not None:  # documents are masked: positions restart at each
+            # -2 differs from all numbers, so that the first token is a begin.
             begins = np.flatnonzero(np.diff(numbers[row, :-1], prepend=-2))
             positions -= np.repeat(begins, np.diff(np.append(begins, samples.seq_len)))
         valid = slice(0, int(np.count_nonzero(places >= 0)))  # padding is at the end
@@ -86,7 +88,8 @@ def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) 
 def _pieces(
     tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, documents: np.ndarray
 ) -> tuple[TokenRun, ...]:
-    """The runs of a sample. Its first token, never a target, belongs to the run of the second."""
+    """The runs of a sample. The first token is never a target; it belongs to the run of the second
+    one."""
     if not len(tokens):
         return ()
     marks = np.concatenate([learned[:1], learned])[: len(tokens)]

@@ -61,7 +61,7 @@ from moemesh.data.input_files import (
 )
 from moemesh.data.tokenizer import DataError, optional
 
-#: Approximate bytes of the pieces of a larger text file, which end at ends of lines.
+#: Approximate bytes of a piece of a larger text file; pieces end at the end of a line.
 PIECE = 1 << 26
 #: Longest line of JSON in bytes: without a bound, an endless line would fill the memory.
 LONGEST_LINE = 1 << 30
@@ -75,8 +75,9 @@ Record: TypeAlias = bytes | dict[str, Any]
 
 
 class Where(NamedTuple):
-    """The place of a record: its number in the file, from 1, and the offset of its first byte in
-    the decompressed file (None for formats without offsets)."""
+    """The place of a record: `unit` ("file", "line", "element" or "row"), its number in the file,
+    from 1, and the offset of its first byte in the decompressed file (None for formats without
+    offsets)."""
 
     file: str
     unit: str
@@ -104,7 +105,8 @@ class BadRecordError(DataError):
 
 
 class BadRecordLog:
-    """Numbers of records and bad ones of a source; `places` describe the first bad ones."""
+    """Counts of the records and of the bad records of a source; `places` has the messages of the
+    first bad ones."""
 
     def __init__(self, policy: BadRecords = "fail", share: float = 0.0, source: str = "") -> None:
         """With "skip", at most `share` of the records may be bad."""
@@ -118,7 +120,8 @@ class BadRecordLog:
         self.add(error)
 
     def add(self, error: BadRecordError) -> None:
-        """Count a bad record: raises it with the policy "fail", or DataError for one too many."""
+        """Count a bad record. Raises `error` with the policy "fail", else DataError if too many
+        records are bad."""
         if self.policy == "fail":
             raise error
         self.bad += 1
@@ -153,7 +156,7 @@ def read(
     """The records of one file, in order. `text_key`: the key of a text; a record with "messages" is
     a conversation.
 
-    `log` takes the bad records, which are left out; None: the first one ends the reading. Raises
+    `log` raises or collects the errors of bad records, which are left out; None: it raises. Raises
     DataError for a file that cannot be read in its format: damaged, of another content, or without
     the column.
     """
@@ -221,7 +224,7 @@ def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
                     cut = newline + 1
                     break
                 end = newline
-            else:  # before the last byte, so that no UTF-8 sequence is cut
+            else:  # no such newline: cut before the last character, which may be incomplete
                 cut = len(piece) - 1
                 while cut > len(piece) - 4 and piece[cut] & 0xC0 == 0x80:
                     cut -= 1
@@ -316,7 +319,7 @@ def _conversation(messages: Any, fields: Mapping[str, Any], where: Where) -> Rec
     record: Record = {MESSAGES: messages}
     for key in (TOOLS, TEMPLATE_VALUES):
         if (value := fields.get(key)) is not None and value != "":
-            # A list may come from a table, which has nulls for missing keys; JSON text does not.
+            # A list may come from a table, which has nulls for missing keys; a text does not.
             is_text = isinstance(value, str)
             record[key] = _json(value, key, where) if is_text else without_nulls(value)
     return record
@@ -373,7 +376,7 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
         return {SEGMENTS: pairs}
     elif key == "conversations":
         messages = _sharegpt(fields[key], where)
-    else:  # of Alpaca: `history`, and the question under `key` with its `output`
+    else:  # of Alpaca: "history", and a question, which begins with the text of `key`
         earlier = fields.get("history", [])
         given = [fields[key], fields.get("context", ""), fields.get("input", ""), fields["output"]]
         are_pairs = isinstance(earlier, list) and all(
@@ -392,7 +395,7 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
 
 
 def _sharegpt(turns: Any, where: Where) -> list[Any]:
-    """The messages of ``conversations``; those with other keys are returned unchanged."""
+    """The messages of ``conversations``; turns without "from" are returned unchanged."""
     turns = _json(turns, "conversations", where)
     if not isinstance(turns, list):
         raise BadRecordError(where, f'"conversations" must be a list, and is {_kind(turns)}')
@@ -512,20 +515,20 @@ def _python(batch: Any) -> list[dict[str, Any]]:
 
 
 def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
-    """The columns that make a record."""
+    """The columns among `names` that a record is made of. Raises DataError without one."""
     names = list(names)
-    optional = (SYSTEM, TOOLS, TEMPLATE_VALUES, *MEDIA, FUNCTIONS, *AVOIDED)
+    of_conversations = (SYSTEM, TOOLS, TEMPLATE_VALUES, *MEDIA, FUNCTIONS, *AVOIDED)
     wanted = [name for name in (MESSAGES, text_key) if name in names]
     if MESSAGES in wanted:
-        wanted += optional
-    for keys, others in SHAPES.items():  # also beside a text, which may be null in some rows
+        wanted += of_conversations
+    for keys, others in SHAPES.items():  # also with a text column, which may be null in some rows
         if all(key in names for key in keys):
-            wanted += [*keys, *others, *optional, *REJECTED]
+            wanted += [*keys, *others, *of_conversations, *REJECTED]
     if not wanted:
         advice = "data.text_key names the column of the text"
         halves = {name.lower() for name in names} & {*QUESTIONS, *ANSWERS, *REJECTED, *DIALOGS}
         if halves and path.exists():
-            # The message on a line of JSON has the command that converts it.
+            # The error for a record in a line of JSON has the command that converts it.
             package, rows = "pyarrow.parquet", f"read_table({json.dumps(str(path))}).to_pylist()"
             if path.is_dir():
                 split = path / "train" if (path / SAVED_DATASETS).is_file() else path

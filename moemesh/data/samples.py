@@ -6,8 +6,8 @@
 
 Window `i` of a stream reads its tokens ``i*seq_len .. (i+1)*seq_len``: seq_len inputs and, shifted
 by one, seq_len targets. Neighbours share one token, so a token is a target at most once. In a
-stream with conversations a window holds whole documents and padding. Numbers of windows continue
-from stream to stream. :mod:`moemesh.data.order` has the order.
+stream with conversations a window holds whole documents and padding. Windows of all streams are
+numbered consecutively. The order is in :mod:`moemesh.data.order`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from moemesh.data.tokenizer import DataError, has_chat_template
 
 #: Tokens counted at once in a pass over a whole stream: bounds the extra memory.
 CHUNK_TOKENS = 1 << 20
-#: Most tokens counted for the unigram model of a source; in a larger one, evenly spread windows.
+#: Most tokens counted for the unigram model of a source; of a larger source, evenly spread windows
+#: are counted.
 UNIGRAM_TOKENS = 1 << 26
 #: Version in the fingerprint, raised with every change of the order of the same data.
 ORDER_VERSION = 1
 #: Version of the packing of conversations into sequences.
 PACKING_VERSION = 1
-#: Samples that a few conversations are spread over, so that a held-out one is a small share.
+#: Least number of samples that few conversations are spread over: one held-out sample is then a
+#: small share of them.
 FEWEST_SAMPLES = 20
-#: Value of places and of numbers of documents at padding.
+#: Place, and number of the document, of a padding token.
 PADDING = -1
 
 
@@ -55,7 +57,7 @@ class Windows:
     ) -> None:
         """`documents` and `long` are ``data.documents`` and ``data.long_conversations``;
         `at_least`: least number of windows of a stream that has enough conversations. Raises
-        DataError by `long`."""
+        DataError for a too long conversation if `long` is "fail"."""
         self.corpora = (corpora,) if isinstance(corpora, Corpus) else tuple(corpora)
         self.seq_len = seq_len
         self.packed = [
@@ -67,7 +69,7 @@ class Windows:
             documents == "mask" or (documents == "auto" and pack is not None)
             for pack in self.packed
         ]
-        #: Whether those of any stream are.
+        #: Whether the documents of any stream are.
         self.masks_documents = any(self._masked)
         self.num_tokens = sum(len(corpus.tokens) for corpus in self.corpora)
         sizes = [
@@ -206,8 +208,9 @@ class SampleSource(NamedTuple):
 
 
 class WindowSplit(NamedTuple):
-    """The windows of one source: those of `training` by epoch, and `held_out`. `num_learned` tokens
-    carry loss (None: all); `without_loss` conversations have none and are left out."""
+    """The windows of one source: those for training, in the order of each epoch, and held-out ones.
+    `num_learned` tokens carry loss (None: all); `without_loss` conversations have no token with
+    loss and are left out."""
 
     source: SampleSource
     training: Epochs
@@ -237,9 +240,9 @@ class Samples(Windows):
         long: LongConversations = "truncate",
         validation: Sequence[Corpus] = (),
     ) -> None:
-        """`validation` streams are the samples of validation; without them a share `held_out` of
-        each source (at least one sample) is kept from training. If a single source of conversations
-        makes fewer than `global_batch` training samples, padding fills the step.
+        """All samples of the `validation` streams are for validation; without such streams, a share
+        `held_out` of each source (at least one sample) is kept from training. If a single source of
+        conversations makes fewer than `global_batch` training samples, padding fills the step.
 
         Raises DataError for fewer than `global_batch` training samples, none in some source, or
         none for validation.
@@ -270,20 +273,22 @@ class Samples(Windows):
             held, training = usable.divided(blocks)
             chats = [pack for pack in self.packed[first:last] if pack is not None]
             pairs = zip(self.corpora[first:last], self.packed[first:last], strict=True)
-            plain = sum(len(corpus.tokens) for corpus, pack in pairs if pack is None)
+            num_plain = sum(len(corpus.tokens) for corpus, pack in pairs if pack is None)
             self.splits.append(
                 WindowSplit(
                     source=source,
                     training=Epochs(training, seed, number),
                     held_out=held,
-                    num_learned=plain + sum(pack.num_learned for pack in chats) if chats else None,
+                    num_learned=(
+                        num_plain + sum(pack.num_learned for pack in chats) if chats else None
+                    ),
                     without_loss=sum(pack.without_loss for pack in chats),
                 )
             )
             first = last
         self.long = long
         if len(sources) == 1 and self.splits[0].num_learned and self.num_training:
-            # Fill a step with samples of padding: without them it would read some sample twice.
+            # Fill a step with samples of padding: without them it would read a sample twice.
             (split,) = self.splits
             self.num_empty = max(0, global_batch - len(split.training))
             bounds = self.num_samples + np.array([0, self.num_empty])
@@ -375,18 +380,18 @@ class Samples(Windows):
         return [f"data     {len(self.splits)} sources, {batch}", *lines]
 
     def unigram_loss(self) -> float:
-        """Cross-entropy of validation, nats a token, of the unigram model of training targets
-        (add-one for each source, mixed in their shares).
+        """Cross-entropy of the validation targets, in nats a token, under a unigram model: the
+        frequencies of training targets, with add-one smoothing in each source, mixed by the shares
+        of the sources.
 
-        This is the score of a model that has learned the frequency of each token and nothing of
-        its context: a training run above it has learned less.
+        A training run with a higher loss has not even learned the frequency of each token.
         """
-        most = max(1, UNIGRAM_TOKENS // self.seq_len)
-        validation_V = self._count_targets(self._held_out.spread(most))
+        num_samples = max(1, UNIGRAM_TOKENS // self.seq_len)
+        validation_V = self._count_targets(self._held_out.spread(num_samples))
         probability_V = np.zeros(len(validation_V))
         shares = self.interleaving.counts / self.interleaving.period
         for share, split in zip(shares, self.splits, strict=True):
-            counts_V = self._count_targets(split.training.ids.spread(most))
+            counts_V = self._count_targets(split.training.ids.spread(num_samples))
             probability_V += share * (counts_V + 1.0) / (int(counts_V.sum()) + len(counts_V))
         total = max(validation_V.sum(), 1)
         return float(-(validation_V * np.log(probability_V)).sum() / total)
@@ -476,10 +481,11 @@ def _other_length(split: WindowSplit) -> str:
 
 
 class DocumentPacks(NamedTuple):
-    """The documents of a stream in sequences: ``begins`` and ``sizes`` int64 [pieces] are places in
-    the stream, ``bounds`` int64 [sequences + 1] the pieces of each sequence. A conversation is one
-    piece, a text has a piece for each started sequence length. `num_learned` targets carry loss;
-    `without_loss` pieces have none and are left out; `note` describes them and long ones."""
+    """The documents of a stream in sequences. A conversation is one piece; a text has a piece for
+    each started sequence length. ``begins`` (place in the stream) and ``sizes`` (tokens) are int64
+    [pieces]; ``bounds`` int64 [sequences + 1]: sequence i has the pieces bounds[i]..bounds[i+1]-1.
+    `num_learned` targets carry loss; `without_loss` pieces have no such target and are left out;
+    `note` is a sentence on them and on conversations that are too long."""
 
     begins: np.ndarray
     sizes: np.ndarray
@@ -508,7 +514,8 @@ def packed(
     learned, starts = corpus.learned, corpus.starts
     assert learned is not None
     lengths = np.diff(starts, append=len(corpus.tokens))
-    is_text = learned[starts]  # a conversation begins with a header, or with the question
+    # A conversation begins with a header or a question, which carry no loss.
+    is_text = learned[starts]
     is_long = (lengths > seq_len) & ~is_text
     note = None
     if is_long.any():
@@ -533,7 +540,8 @@ def packed(
     owners = np.repeat(np.arange(len(starts)), pieces)
     offsets = (np.arange(len(owners)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len
     begins, sizes = starts[owners] + offsets, np.minimum(lengths[owners] - offsets, seq_len)
-    # Tokens with loss in each piece: the sums from even edges (begins) to odd ones (ends).
+    # Tokens with loss in each piece: the sums from even edges (begins) to odd ones (ends). reduceat
+    # takes no index at the end of the stream, and sums to that end without it.
     edges = np.stack([begins, begins + sizes], axis=1).reshape(-1)
     counts = np.add.reduceat(learned, edges[edges < len(learned)], dtype=np.int64)[::2]
     counts -= learned[begins]  # the first token of a piece is never a target
@@ -557,7 +565,7 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     numbers = np.empty(len(sizes), dtype=np.int64)
     rooms: list[int] = []  # free lengths of sequences, ascending
     free: dict[int, list[int]] = {}  # sequences by free length
-    num_opened = 0  # sequences
+    num_opened = 0  # number of sequences so far
     order = np.argsort(-sizes, kind="stable")
     for piece, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         room, number = capacity, num_opened

@@ -22,8 +22,8 @@ from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.data.tokenizing import Log, cached_tokens
 
-#: Most bytes of files that every process tokenizes separately: with the tokenizer "bytes", and with
-#: another one. Larger texts are tokenized once, into the token cache.
+#: Most bytes of files that every process tokenizes separately: with the tokenizer "bytes"; with any
+#: other. Larger texts are tokenized once, into the token cache.
 SMALL_BYTES, SMALL = 64 << 20, 1 << 20
 #: Ratio of the tokenized to the stored size that is assumed for a compressed file.
 EXPANSION = 4
@@ -41,8 +41,8 @@ def open_samples(
     """The training and validation samples of a run. Raises DataError for faults of its data.
 
     `cache`: the folder of the token cache, unless ``data.cache`` names one; None: no cache. `log`
-    gets notes, which are the same in every process; `log_progress` (default: `log`) gets the
-    progress of the one process that tokenizes, which may be any.
+    receives notes, which are the same in every process. `log_progress` (default: `log`) receives
+    the progress of tokenizing, in the one process that does it, which may be any.
     """
     sources = [*data.all_sources]
     if data.validation is not None:
@@ -103,7 +103,8 @@ def open_source(
     log: Log,
     log_progress: Log | None = None,
 ) -> tuple[Corpus, ...]:
-    """The streams of one source: one of text, or one for each pair of token files."""
+    """The streams of one source: a single one of text, or one for each pair of token files. Raises
+    DataError for files that cannot be read or do not fit the tokenizer."""
     reader = Tokenizer.open(data.tokenizer, data.date)
     reader.check(vocab_size)
     name = name_of(source)
@@ -124,8 +125,8 @@ def open_source(
         log(f"note: {note}")
     bad_records = BadRecordLog(data.bad_records, data.bad_record_share, name)
     folder = cache if data.cache is None else Path(data.cache).expanduser()
-    small = _text_bytes(files) <= _small_bytes(reader)
-    if folder is None or is_whole_file(files, reader) or small:
+    is_small_text = _text_bytes(files) <= _small_bytes(reader)
+    if folder is None or is_whole_file(files, reader) or is_small_text:
         corpus = Corpus.open(
             source.path,
             source.format,
@@ -209,8 +210,8 @@ def validation_source(data: DataConfig) -> DataSource:
 
 
 def token_files(source: DataSource) -> list[Path] | None:
-    """The prefixes of the token files that a source names, in order: a prefix, one of the two
-    files, a pattern or a folder of them; None for a source of another format."""
+    """The prefixes of the token files of a source, in order; None for a source of another format.
+    The source names a prefix, one of the two files, a pattern, or a folder of token files."""
     path, format = source.path, source.format
     if path is None or format not in ("auto", "indexed"):
         return None

@@ -24,13 +24,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 #: Seconds that a rendering may take; an ordinary one takes a thousandth.
 SECONDS = 10.0
-#: Limit of the characters of a rendering: CHARACTERS + SHARE * characters of the conversation.
+#: Limit of the charge of a rendering: CHARACTERS + SHARE * characters of the conversation.
 CHARACTERS, SHARE = 1 << 24, 64
 #: Characters that are charged for each value of a list or dict, in addition to its text.
 PART = 16
-#: Bits of the largest whole number.
+#: Most bits of a whole number that a template computes.
 MAX_BITS = 1 << 16
-#: A width or a precision of five digits or more in a format, or one that is an argument.
+#: Pattern of a width or a precision, in a format, that has five digits or more or is an argument.
 _WIDE = re.compile(r"%[-#0 +.\d()\w]*?(?:\d{5}|\*)")
 _WIDE_FIELD = re.compile(r"\d{5}|\{")
 #: Filters whose result is not larger than their input: they are not charged.
@@ -67,8 +67,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self._end = time.monotonic() + SECONDS
 
     def charge(self, amount: int) -> bool:
-        """Subtract `amount` and one from the characters left; returns True, to be a condition.
-        Raises TemplateLimitError below 0, and after the time."""
+        """Subtract `amount` + 1 from the characters that are left. Returns True, so that the call
+        can be a condition. Raises TemplateLimitError if none are left, and after SECONDS."""
         self._left -= amount + 1
         if self._left < 0:
             raise TemplateLimitError(f"it makes more than {self._most:,} characters")
@@ -77,7 +77,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return True
 
     def joined(self, parts: tuple[Any, ...]) -> str:
-        """The operator ``~``."""
+        """Several values with the operator ``~`` between them."""
         self.charge(sum(map(self._size, parts)))
         return str_join(parts)
 
@@ -91,18 +91,19 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "%" and isinstance(left, str):
             self.charge(self._formatted(left, right))
         elif operator == "*" and not numbers:
-            long, number = (left, right) if isinstance(left, texts) else (right, left)
-            if isinstance(long, texts) and isinstance(number, int):
-                self.charge(len(long) * max(number, 0))
+            sequence, count = (left, right) if isinstance(left, texts) else (right, left)
+            if isinstance(sequence, texts) and isinstance(count, int):
+                self.charge(len(sequence) * max(count, 0))
         elif operator in ("*", "**") and numbers:
             bits = left.bit_length()
             bits = bits + right.bit_length() if operator == "*" else bits * max(right, 0)
             if bits > MAX_BITS:
-                raise TemplateLimitError(f"it computes a number of more than {MAX_BITS:,} bits")
+                raise TemplateLimitError(f"it computes a count of more than {MAX_BITS:,} bits")
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
+        # Methods of strings and numbers are charged; the sandbox wraps str.format.
+        method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         amount = 0
         if isinstance(owner, (str, bytes, int)):
@@ -143,7 +144,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[name] = charged
 
     def _output(self, value: Any) -> Any:
-        """Charge an output; without :meth:`charge` in most cases, which reads the clock."""
+        """Charge an output. :meth:`charge` reads the clock, so it is called only above the
+        limit."""
         self._left -= len(value) if isinstance(value, str) else self._size(value)
         return value if self._left >= 0 else self.charge(0)
 
@@ -158,11 +160,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return len(text) + (text.count("%") + text.count("{")) * self._size(given)
 
     def _extent(self, value: Any) -> int:
-        """Size of an argument: a number is a width or a count."""
+        """Size of an argument; for a number its value, since it is a width or a count."""
         return max(value, 0) if isinstance(value, int) else self._size(value)
 
     def _size(self, value: Any) -> int:
-        """Approximate characters of `value` as text; a list that occurs twice counts twice."""
+        """Approximate number of characters of `value` as text; a list that occurs twice counts
+        twice."""
         if isinstance(value, str):
             return len(value)
         size, stack = 0, [value]
@@ -202,7 +205,7 @@ def sizes_of(value: Any) -> dict[int, int]:
 
 
 def _as_list(value: Any) -> Any:
-    """A list in place of an iterator, so that it can be counted."""
+    """The list of an iterator's values, so that they can be counted; other values unchanged."""
     return list(value) if isinstance(value, Iterator) else value
 
 
@@ -224,7 +227,7 @@ class _ChargingGenerator(CodeGenerator):
             parts[:1] = [first.left, first.right]
         if sum(not isinstance(part, nodes.Const) for part in parts) > 1:
             self._call("added", parts, frame)
-        else:  # literal text is charged by the loop around it
+        else:  # literal text is charged by the loop or macro around it
             super().visit_Add(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
@@ -238,13 +241,13 @@ class _ChargingGenerator(CodeGenerator):
         return super().macro_body(node, frame)
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
-        if isinstance(node.node, nodes.EnvironmentAttribute):
+        if isinstance(node.node, nodes.EnvironmentAttribute):  # made by :func:`_charge`
             self._call(node.node.name, node.args, frame)
         else:
             super().visit_Call(node, frame, forward_caller=forward_caller)
 
     def _call(self, name: str, args: list[nodes.Expr], frame: Frame) -> None:
-        """A call of a method of the environment."""
+        """Writes a call of a method of the environment; all but charge take one tuple."""
         is_charge = name == "charge"
         self.write(f"environment.{name}(" if is_charge else f"environment.{name}((")
         for argument in args:
@@ -265,7 +268,7 @@ def _charge(amount: int) -> nodes.Call:
 
 
 def _literal(body: Sequence[nodes.Node]) -> int:
-    """Characters of literal text in `body`, without those of loops and macros in it."""
+    """Number of characters of literal text in `body`, without those of loops and macros in it."""
     size, stack = 0, list(body)
     while stack:
         match stack.pop():

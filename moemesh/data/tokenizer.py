@@ -1,11 +1,12 @@
 """Tokenizers: text into ids and ids into text.
 
-A folder has the meaning of ``AutoTokenizer`` in transformers. If other files of the folder can
-change ``tokenizer.json``, that class reads the folder, or, without the package, it is refused;
-otherwise the file is read alone, without an import of transformers.
+A folder means the tokenizer that ``AutoTokenizer`` of transformers reads from it. If other files of
+the folder can change the meaning of ``tokenizer.json``, that class reads the folder, and without
+transformers the folder is refused. Otherwise ``tokenizer.json`` is read alone, which takes no
+import of transformers.
 
-No special token is added to a text: neither a beginning nor an end of the tokenizer (``bos_token``,
-``eos_token``). Those that a chat template writes, or that occur in a text, become their ids.
+No special token (``bos_token``, ``eos_token``) is added to a text. Special tokens that a chat
+template writes, or that occur in a text, become their ids.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ ADDED, TEMPLATE, TEMPLATES = "added_tokens.json", "chat_template.jinja", "additi
 PROCESSOR_TEMPLATE = "chat_template.json"
 #: Flags of an added token in the files of transformers.
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
-#: Files that change the meaning of a tokenizer.json beside them.
+#: Files that change the meaning of a tokenizer.json in the same folder.
 BESIDE = (SETTINGS, SPECIAL, ADDED, TEMPLATE, PROCESSOR_TEMPLATE)
 #: Function of chat templates that returns the date.
 CLOCK = "strftime_now"
 #: Classes of transformers that use a tokenizer.json unchanged; the first is the default.
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-#: Vocabularies of other packages, which transformers converts for any class, and the packages that
-#: read them; any other ``.model`` is one of sentencepiece.
+#: Vocabulary file of another package -> that package; any other ``.model`` is one of sentencepiece.
 NEEDS = {"tiktoken.model": "tiktoken", "tekken.json": "mistral_common"}
+#: Vocabulary files that transformers converts for any class.
 CONVERTED = ("tokenizer.model", "tiktoken.model", "tekken.json")
-#: Key of the settings that lists files in place of tokenizer.json, by version of transformers.
+#: Key of the settings that lists the file in place of tokenizer.json for versions of transformers.
 VERSIONS = "fast_tokenizer_files"
 #: Endings of the files of a tokenizer.
 ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".bpe")
@@ -71,8 +72,8 @@ def optional(module: str, path: object) -> Any:
 
 
 class TokenizerSettings(NamedTuple):
-    """Chat templates by name, the special tokens by key ("eos_token") that they may write, and the
-    `decode` of a class of transformers; None: that of the package tokenizers."""
+    """Chat templates by name; special tokens by key ("eos_token"), which templates may write; the
+    `decode` of a class of transformers (None: that of the package tokenizers)."""
 
     templates: Mapping[str, str]
     special: Mapping[str, Any]
@@ -80,7 +81,8 @@ class TokenizerSettings(NamedTuple):
 
 
 class Tokenizer:
-    """The bytes of a text as ids 0..255, or the tokenizer of a folder (None of bytes)."""
+    """The tokenizer of a `folder`, or bytes as ids 0..255, for which `folder` and `file` are
+    None."""
 
     def __init__(
         self,
@@ -112,8 +114,9 @@ class Tokenizer:
                 f'data.tokenizer is "{tokenizer}"; it must be "bytes", a {FILE}, or a folder with '
                 f"one ({missing})"
             )
+        # `reason`: why tokenizer.json alone is not the tokenizer of the folder.
         loaded, padding, reason = None, None, f"{folder} has no {FILE}"
-        # A class of transformers may have rules of its own.
+        # Other classes of transformers may change the rules of the file.
         name = settings_of(folder / SETTINGS).get("tokenizer_class", GENERIC[0])
         has_class = name not in GENERIC or (folder / "config.json").is_file()
         if file.is_file() and not has_class:
@@ -135,8 +138,8 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for tokenizers that make the same ids only: the digest of the tokenizer.json,
-        where the other files of the folder change nothing."""
+        """Text that is equal only for tokenizers that make the same ids: the digest of the
+        tokenizer.json if it has the same rules as the tokenizer, else of the rules."""
         if self._loaded is None:
             return "bytes"
         rules = _rules(self._loaded)
@@ -147,7 +150,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """One more than the largest id; 256 for bytes."""
         if self._loaded is None:
             return NUM_BYTES
         return max(self._loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -175,7 +178,8 @@ class Tokenizer:
 
     @property
     def template_facts(self) -> list[object]:
-        """Templates, special tokens and the date if read: what determines a conversation's text."""
+        """Templates, special tokens, and the date if a template reads it: together they determine
+        the text of a conversation."""
         reads_clock = any(CLOCK in template for template in self.settings.templates.values())
         day = str(self.day or date.today()) if reads_clock else None
         return [dict(self.settings.templates), dict(self.settings.special), day]
@@ -208,7 +212,7 @@ class Tokenizer:
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids [n] of each text, and the range of characters of each id, int64 [n, 2]."""
+        """Ids [n] of each text, and begin and end of each id in its characters, int64 [n, 2]."""
         if self._loaded is None:
             encodings: list[tuple[np.ndarray, np.ndarray]] = []
             for text in texts:
@@ -317,12 +321,12 @@ def _by_transformers(
         import transformers  # pyright: ignore  # optional
     except ImportError:
         return None
-    # A digest of each file; of a large one, its size and time of change.
+    # The key of the cache: a digest of each file; of a large file, its size and time of change.
     states: list[tuple[Path, object]] = []
     for part in parts:
-        known = part.stat()
-        is_large = known.st_size > MAX_SETTINGS
-        state = (known.st_size, known.st_mtime_ns) if is_large else _digest(read_whole(part))
+        status = part.stat()
+        is_large = status.st_size > MAX_SETTINGS
+        state = (status.st_size, status.st_mtime_ns) if is_large else _digest(read_whole(part))
         states.append((part, state))
     return _read_once(transformers, folder, tuple(states))
 
@@ -331,7 +335,8 @@ def _by_transformers(
 def _read_once(
     transformers: Any, folder: Path, states: tuple[tuple[Path, object], ...]
 ) -> tuple[Any, Path, TokenizerSettings]:
-    # Tokens with their flags, which transformers takes in special_tokens_map.json only.
+    # Special tokens that tokenizer_config.json gives with flags: transformers accepts this form in
+    # special_tokens_map.json only.
     flagged = {
         key: value["content"]
         for key, value in settings_of(folder / SETTINGS).items()
@@ -342,39 +347,41 @@ def _read_once(
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        read = transformers.AutoTokenizer.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True, **flagged
         )
     except Exception as error:  # the package raises anything for a malformed file
         reason = " ".join(str(error).split())[:LONGEST_REASON]
-        pieces = next((x for x in _files(folder) if x.name in NEEDS or x.suffix == ".model"), None)
-        needs = NEEDS.get(pieces.name, "sentencepiece protobuf") if pieces is not None else ""
-        if pieces is not None and find_spec(needs.split()[0]) is None:  # it names other packages
+        vocab = next((x for x in _files(folder) if x.name in NEEDS or x.suffix == ".model"), None)
+        needs = NEEDS.get(vocab.name, "sentencepiece protobuf") if vocab is not None else ""
+        # The error of transformers names other packages.
+        if vocab is not None and find_spec(needs.split()[0]) is None:
             number = "two packages" if " " in needs else "a package"
-            reason = f"{pieces.name} needs {number}: pip install {needs}"
+            reason = f"{vocab.name} needs {number}: pip install {needs}"
         elif not any((folder / name).is_file() for name in (FILE, SETTINGS, "config.json")):
-            # What ``save_model`` of the package tokenizers writes.
+            # The folder has the files that ``save_model`` of the package tokenizers writes.
             reason = f'it has no {FILE}: the package tokenizers writes one by save("{FILE}")'
         raise DataError(f"{folder} is not a usable tokenizer: {reason}") from error
     finally:
         logging.set_verbosity(verbosity)
-    names = [*dict(read.vocab_files_names).values(), FILE, *CONVERTED]
-    if read.vocab_files_names and not any((folder / name).is_file() for name in names):
+    names = [*dict(tokenizer.vocab_files_names).values(), FILE, *CONVERTED]
+    if tokenizer.vocab_files_names and not any((folder / name).is_file() for name in names):
         # Without a file, the class makes a vocabulary of a few tokens.
-        held = f"{', '.join(dict.fromkeys(names))} of a {type(read).__name__}"
-        raise DataError(f"{folder} is not a usable tokenizer: it has no {held}")
-    templates = read.chat_template or {}
+        missing = f"{', '.join(dict.fromkeys(names))} of a {type(tokenizer).__name__}"
+        raise DataError(f"{folder} is not a usable tokenizer: it has no {missing}")
+    templates = tokenizer.chat_template or {}
     if isinstance(templates, str):
         templates = {"default": templates}
-    loaded = getattr(read, "backend_tokenizer", None)
+    loaded = getattr(tokenizer, "backend_tokenizer", None)
     if loaded is None:
-        loaded = _SlowTokenizer(read)
+        loaded = _SlowTokenizer(tokenizer)
     else:
         loaded.no_truncation()
         loaded.no_padding()
-        loaded.encode_special_tokens = bool(getattr(read, "split_special_tokens", False))
+        loaded.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
     templates = templates or _processor_templates(folder)
-    return loaded, folder, TokenizerSettings(templates, read.special_tokens_map, read.decode)
+    settings = TokenizerSettings(templates, tokenizer.special_tokens_map, tokenizer.decode)
+    return loaded, folder, settings
 
 
 class _SlowTokenizer:
@@ -415,8 +422,8 @@ class _SlowTokenizer:
 
 
 def _change(folder: Path, file: Path, loaded: Any, padding: str | None) -> str | None:
-    """A sentence on what other files of `folder` change about the tokenizer `loaded` of `file`, or
-    its token `padding`, which becomes special."""
+    """A sentence on a difference between the tokenizer `loaded` from `file` and that of `folder`:
+    other files change it, or the token `padding` becomes special. None without a difference."""
     added = {token.content: token for token in loaded.get_added_tokens_decoder().values()}
     special = {"special": True}
     named = (
@@ -442,8 +449,8 @@ def _change(folder: Path, file: Path, loaded: Any, padding: str | None) -> str |
 
 
 def _is_byte_level(loaded: Any) -> bool:
-    """Whether the classes of transformers leave a tokenizer.json unchanged: most of them make their
-    own rules for blanks from any other kind."""
+    """Whether all classes of transformers leave the rules of a tokenizer.json unchanged. For a
+    tokenizer that is not byte-level, most classes replace its rules for blanks."""
     facts = json.loads(loaded.to_str())
     rules = json.dumps([facts["normalizer"], facts["pre_tokenizer"]])
     other = ("Metaspace", "Prepend", "Replace", '"add_prefix_space": true')
@@ -462,7 +469,7 @@ def has_chat_template(tokenizer: str) -> bool:
 def _settings(folder: Path, padding: str | None = None) -> TokenizerSettings:
     settings = settings_of(folder / SETTINGS)
     special = {} if padding is None else {"pad_token": padding}
-    # Older folders have their special tokens in a file of their own, which counts.
+    # Older folders, without "added_tokens_decoder", have special tokens in a separate file, too.
     for name in (SETTINGS,) if "added_tokens_decoder" in settings else (SETTINGS, SPECIAL):
         for key, value in settings_of(folder / name).items():
             for token, _ in _tokens_in(value) if key.endswith("_token") else ():
@@ -483,12 +490,12 @@ def _settings(folder: Path, padding: str | None = None) -> TokenizerSettings:
 
 
 def _loaded(file: Path) -> tuple[Any, str | None]:
-    """The tokenizer of `file`, and the token that it fills up texts with."""
+    """The tokenizer of `file`, and the token with which it pads texts; None without padding."""
     package = optional("tokenizers", file)
     try:
         loaded = package.Tokenizer.from_str(read_whole(file).decode())
         padding = (loaded.padding or {}).get("pad_token")
-        # Settings of serving, which a file may carry: a document is neither cut nor filled up.
+        # A file may have settings for serving: a document is neither truncated nor padded.
         loaded.no_truncation()
         loaded.no_padding()
     except Exception as error:  # the package raises bare Exception for a malformed file
@@ -497,7 +504,7 @@ def _loaded(file: Path) -> tuple[Any, str | None]:
 
 
 def _rules(loaded: Any) -> bytes:
-    """The parts of a tokenizer that decide the ids of a text."""
+    """The rules of a tokenizer that determine the ids of a text, as JSON."""
     facts = json.loads(loaded.to_str())
     keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
     rules = [facts.get(key) for key in keys], getattr(loaded, "encode_special_tokens", False)

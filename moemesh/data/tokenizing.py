@@ -85,8 +85,8 @@ def write_tokens(
     documents: Iterable[Document],
     on_document: Callable[[Document, int], None],
 ) -> int:
-    """Writes `documents`; no file if they have no token. `on_document` gets each document and the
-    number of tokens so far, including it. Returns the number of all tokens."""
+    """Writes `documents`; no file if they have no token. `on_document` receives each document and
+    the number of tokens up to its end. Returns the number of all tokens."""
     count = 0
     try:
         for document in documents:
@@ -103,8 +103,8 @@ def write_tokens(
 @contextmanager
 def _locked(path: Path, on_busy: Callable[[], None], problem: str) -> Iterator[None]:
     """Exclusive access to `path` among the processes of all machines that share the file system;
-    its folder is made. `on_busy` is called before waiting for another process. `problem`: message
-    of the DataError for a folder {0} that cannot be written, for the reason {1}."""
+    its folder is made. `on_busy` is called before waiting for another process. `problem`: format
+    of the DataError for a folder that cannot be written; {0} is the folder, {1} the reason."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
@@ -126,14 +126,14 @@ def _digest(value: object, size: int = 16) -> str:
 
 # The token cache of runs.
 
-#: Version in every name; raised when the same text makes other tokens.
+#: Version in the name of every entry; raised when the same text makes other tokens.
 CACHE_VERSION = 4
 #: Seconds between two lines of progress.
 REPORT_EVERY = 10.0
 
 
 def cache_beside(run: Path) -> Path:
-    """The cache folder of a run, shared by all runs in the same parent folder."""
+    """The cache folder of the run folder `run`, shared by all runs in the same parent folder."""
     return run.absolute().parent / "token_cache"
 
 
@@ -247,7 +247,8 @@ class TokenSettings:
 
 
 class TokenPart(NamedTuple):
-    """An input file, its bytes, modification time, and prefix of its tokens among the parts."""
+    """An input file, its size in bytes, its modification time in nanoseconds, and the prefix of its
+    tokens in the folder of parts."""
 
     file: DataFile
     size: int
@@ -287,7 +288,7 @@ class TokenPart(NamedTuple):
         reported_bytes = reported_tokens = 0
 
         def report(document: Document, count: int) -> None:
-            # Places of records are offsets in the file itself only for uncompressed text.
+            # Offsets of records are offsets in the file itself only if it is not compressed.
             nonlocal reported_bytes, reported_tokens
             place = document.where.byte if self.file.compression == "none" else None
             if place is not None and place - reported_bytes >= REPORT_BYTES:
@@ -356,8 +357,8 @@ class TokenizeJob:
     ) -> dict[str, Any]:
         """Makes the dataset and returns its facts; no-op if it exists.
 
-        `on_note` gets sentences for the user. Raises DataError for files that cannot be read or
-        written, and if another dataset has this name.
+        `on_note` receives sentences for the user, `advance` the progress. Raises DataError for
+        files that cannot be read or written, and if another dataset has this name.
         """
         folder, made_from = path_with(self.prefix, ".parts"), self._made_from()
         obsolete = path_with(self.prefix, ".parts.old")
@@ -408,7 +409,7 @@ class TokenizeJob:
                         tokens = IndexedTokens.open(part.prefix)
                         writer.extend(tokens, ends_text=record["ends_text"])
                 _write(folder / "renaming", "")  # exists while the result is renamed
-        # A rename, so that the next run never sees a half-removed folder.
+        # Renamed before it is removed, so that the next run never finds a half-removed folder.
         folder.rename(obsolete)
         shutil.rmtree(obsolete, ignore_errors=True)
         return self._facts()
@@ -434,7 +435,8 @@ class TokenizeJob:
     def _make_parts(
         self, processes: int, on_note: Callable[[str], None], advance: Advance
     ) -> tuple[BadRecordLog, int]:
-        """Make the missing parts; returns the counts of the records and of the tokens of all."""
+        """Make the missing parts. Returns the counts of records and the number of tokens of all
+        parts."""
         facts = {part: part.facts() for part in self.parts}
         missing = [part for part, record in facts.items() if record is None]
         if len(missing) < len(facts):
@@ -482,17 +484,19 @@ def make_all(
     *,
     processes: int = 1,
 ) -> list[dict[str, Any]]:
-    """The facts of all `parts`, made in this process or in several, one file at a time each."""
+    """Makes `parts`, in this process or in several, each one file at a time; returns their facts,
+    in order."""
     processes = min(processes, len(parts))
     if processes <= 1:
         return [part.make(settings, tokenizer, advance) for part in parts]
-    # Processes that start now, including the helper of the first queue, import nothing from the
-    # current directory (``python -P``); an empty text counts as unset.
+    # Processes that start now, including the helper process of the first queue, import nothing from
+    # the current directory (as with ``python -P``); an empty value counts as unset.
     earlier = os.environ.get("PYTHONSAFEPATH", "")
     os.environ["PYTHONSAFEPATH"] = "1"
     context = multiprocessing.get_context("spawn")
     progress: Any = context.SimpleQueue()  # arguments of `advance`
-    ends, alive = context.Pipe(duplex=False)  # `ends` becomes readable when this process ends
+    # `ends` becomes readable when `alive` is closed: below, or when this process ends.
+    ends, alive = context.Pipe(duplex=False)
     threads = max(1, usable_cores() // processes)
     pool = ProcessPoolExecutor(processes, context, _start, (progress, ends, settings, threads))
     try:

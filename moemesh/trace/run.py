@@ -324,7 +324,7 @@ class Run(Shown):
             last_step = max(last_step, steps)
         if text := missing_steps(METRICS, dict.fromkeys(newest, 1), last_step):
             reader.warnings.append(text)
-        # Many gaps are no fault: earlier versions recorded the loads of every n-th step only.
+        # Many gaps need no warning: earlier versions recorded the loads of every n-th step only.
         gaps = gaps_of(load_steps, last_step) if load_steps else []
         are_few = 2 * len(gaps) < len(load_steps)
         if are_few and (text := missing_steps(LOADS, load_steps, last_step)):
