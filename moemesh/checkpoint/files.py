@@ -1,4 +1,4 @@
-"""The only door to files of checkpoints: exclusive files, fsync, renames, bounded reads.
+"""All access to files of checkpoints: exclusive creation, fsync, renames, bounded reads.
 
 Every step that a crash can interrupt is one call of `os` in this module, so that a test can stop
 the store at each. Files are created exclusively, symbolic links are not followed. In an object
@@ -29,7 +29,7 @@ from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.config.errors import UserError
 from moemesh.trace.machine import drop_from_cache
 
-#: Name of the object that makes a folder of an object store exist.
+#: Name of the object by which a folder exists in an object store.
 MARK = "begun.json"
 #: Bytes read, hashed or written at once.
 CHUNK_BYTES = 4 << 20
@@ -122,7 +122,7 @@ def write_file(
             num_pieces.append(len(starts))
             for start in starts:
                 piece = view[start : start + CHUNK_BYTES]
-                yield number, piece
+                yield number, piece  # the thread works on it during the write
                 write(piece)
             size += len(view)
 
@@ -158,7 +158,8 @@ def replace_file(path: Place, content: bytes) -> None:
 
 
 def replace_by(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Same as :func:`replace_file`, for content in parts. After an error no other file is left."""
+    """Same as :func:`replace_file`, for content in parts. After an error no temporary file is
+    left."""
     temporary = path.with_name(f".{path.name}.tmp")
     remove_file(temporary)
     try:
@@ -228,7 +229,8 @@ def is_committed(path: Place) -> bool:
 
 
 def delete_checkpoint(path: Place, check: Callable[[], None] = lambda: None) -> None:
-    """Deletes a committed checkpoint: first its commit. `check` as in :func:`remove_folder`."""
+    """Deletes a committed checkpoint, its commit first: the name of the folder, or the manifest.
+    `check` as in :func:`remove_folder`."""
     if isinstance(path, RemotePath):
         path.remove_all(MANIFEST, check)
         return
@@ -240,7 +242,8 @@ def delete_checkpoint(path: Place, check: Callable[[], None] = lambda: None) -> 
 
 def quarantine(path: Place) -> None:
     """Renames a damaged checkpoint, so that its step can be saved. Its content (in an object store
-    only its manifest) is kept until a later checkpoint is as new."""
+    only its manifest) is kept until a good checkpoint of this or a later step exists
+    (:func:`moemesh.checkpoint.retention.plan_pruning`)."""
     name = f"broken-{path.name}-{time.time_ns()}"
     if isinstance(path, RemotePath):
         with suppress(FileNotFoundError):
@@ -354,7 +357,7 @@ def map_in_thread(
     size: Callable[[_Chunk], int] = lambda chunk: len(chunk) if isinstance(chunk, Sized) else 0,
 ) -> Iterator[_Result]:
     """Yields ``work(chunk)`` of each chunk, in order; `size` returns the bytes of a chunk. A thread
-    works on one chunk while `chunks` is advanced to the next, and thus overlaps with the code after
+    works on one chunk while the iterator `chunks` advances to the next, and so runs the code after
     its ``yield``, for example a write. Functions that hold the GIL gain nothing."""
     # Executors of the standard library take no work while a process exits, and an exiting process
     # waits for its save.
@@ -374,11 +377,11 @@ def map_in_thread(
             return tasks.get_nowait()
         return None
 
-    has_thread = waits = False
+    has_thread = is_pending = False
     try:
         for chunk in itertools.chain(chunks, [None]):
-            if waits:
-                waits = False
+            if is_pending:
+                is_pending = False
                 task = taken_back()
                 if task is not None:
                     yield work(*task)
@@ -393,13 +396,13 @@ def map_in_thread(
                 yield work(chunk)
                 continue
             tasks.put((chunk,))
-            waits = True
+            is_pending = True
             if not has_thread:
                 has_thread = True
                 # Do not wait for its start: with little memory a thread may silently never begin.
                 with suppress(RuntimeError):
                     _thread.start_new_thread(run, ())
     finally:
-        if waits and taken_back() is None:
+        if is_pending and taken_back() is None:
             done.get()
         tasks.put(None)

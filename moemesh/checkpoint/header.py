@@ -1,4 +1,4 @@
-"""Headers of safetensors files, bounded and read with care.
+"""Headers of safetensors files, read with a limit on their size and checked against the file.
 
 Format: little-endian uint64 length, JSON header padded to 8 bytes by spaces, row-major tensors.
 """
@@ -15,13 +15,15 @@ from moemesh.config.limits import one_line, parse_json
 
 #: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
 HEADER_LIMIT = 32 << 20
+#: Advice for a file that is too short.
 _INTERRUPTED = "a download or a copy was probably interrupted: fetch the whole file"
 #: First bytes of a git-lfs pointer, the text in place of a large file that was not fetched.
 _POINTER = b"version "
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor of a file: safetensors' dtype, shape, bytes, and offset of the first byte."""
+    """A tensor of a file: safetensors' name of the dtype, shape, bytes, and offset of the first
+    byte in the file."""
 
     dtype: str
     shape: tuple[int, ...]

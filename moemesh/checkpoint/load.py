@@ -37,7 +37,7 @@ class DeferredTensor(NamedTuple):
 
 
 def in_order(tensors: Mapping[str, DeferredTensor]) -> list[str]:
-    """Keys in file order: wide elements first, so that every tensor is aligned."""
+    """Keys in file order: the widest dtype first, so that every tensor is aligned."""
     return sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
 
 
@@ -61,9 +61,9 @@ def safetensors_bytes(
         raise CheckpointError(f"the names of {len(tensors)} tensors exceed the header limit")
     yield struct.pack("<Q", len(text)) + text
     for key, tensor in ordered:
-        numbers = tensor.make().detach().cpu().contiguous()
-        assert (numbers.dtype, tuple(numbers.shape)) == (tensor.dtype, tensor.shape), key
-        yield memoryview(numbers.reshape(-1).view(torch.uint8).numpy())
+        values = tensor.make().detach().cpu().contiguous()
+        assert (values.dtype, tuple(values.shape)) == (tensor.dtype, tensor.shape), key
+        yield memoryview(values.reshape(-1).view(torch.uint8).numpy())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,8 +140,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Opens and verifies ``folder/step-<step>``.
 
-    "sizes" checks all but the digests of the tensor files, the part that reads every byte: one rank
-    checks in full, the others then open by sizes. Raises CheckpointError naming the file and its
+    With "sizes", digests of the tensor files are not checked, which would read every byte: if one
+    rank has checked them, the others open by sizes. Raises CheckpointError naming the file and its
     fault.
     """
     stored = open_stored(folder, step)

@@ -27,7 +27,7 @@ FORMAT = 3
 READABLE = (1, 2, 3)
 #: Largest manifest that is parsed, in bytes (about 2 million slices).
 MANIFEST_LIMIT = 256 << 20
-#: Most elements of a tensor; keeps offsets in int64.
+#: Most elements of a tensor: byte offsets then fit int64.
 MAX_ELEMENTS = 1 << 60
 
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_ELEMENTS)]
@@ -98,8 +98,8 @@ class WholeFile(_Strict):
 
 
 class Manifest(_Strict):
-    """Content of manifest.json: all of a checkpoint but the tensors' bytes; `state` is the
-    caller's.
+    """Content of manifest.json: all of a checkpoint but the tensors' bytes; `state` is given by the
+    caller.
 
     `hash`: name of the hash function of chunks and headers; None before format 3. `nonfinite`:
     sorted names of the tensors with infinities or NaN; None (unknown) in format 1. `digest`: digest
@@ -228,7 +228,7 @@ def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> N
     # Slices that are inside, disjoint and of the full volume cover the tensor.
     covered = sum(prod(piece.shape) for piece in slices)
     if covered != prod(shape):
-        # First missing row (index along dimension 0; the expert, if stacked).
+        # First missing row: an index of dim 0, in a stack an expert.
         reached, where = 0, ""
         for piece in ordered:
             if not shape or piece.offset[0] > reached:

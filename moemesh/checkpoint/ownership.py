@@ -28,6 +28,7 @@ from moemesh.checkpoint.remote import Place
 from moemesh.config.limits import parse_json
 from moemesh.monitor.lease import RunFolderError, describe_holder, holder_now
 
+#: Name of the object of a claim.
 _NAME = re.compile(r"owner-([1-9][0-9]{0,17})\.json")
 #: Seconds between heartbeats of an owner.
 _HEARTBEAT_SECONDS = 10.0
@@ -93,14 +94,14 @@ class Claim:
                 end = time.monotonic() + _OBSERVE_SECONDS
                 while time.monotonic() < end:
                     time.sleep(_LOOK_SECONDS)
-                    claim = _highest(folder)
-                    if not claim[1].get("held"):
+                    highest, now = _highest(folder)
+                    if not now.get("held"):
                         break
-                    if claim != (number, body):
-                        raise _owned(folder, claim[1])
+                    if (highest, now) != (number, body):  # a heartbeat, or a newer claim
+                        raise _owned(folder, now)
             number += 1
             content: dict[str, Any] = {"run": run, **holder_now(), "counter": 0, "held": True}
-            with suppress(FileExistsError):  # of another run: the comparison below detects it
+            with suppress(FileExistsError):  # another run was first: the comparison below fails
                 files.create_file(_file(folder, number), json.dumps(content).encode())
             highest, body = _highest(folder)
             if (highest, body) != (number, content):
@@ -113,7 +114,8 @@ class Claim:
         return Claim(folder, run, number, content)
 
     def release(self) -> None:
-        """Release the folder; a no-op if done, and in a process that did not :meth:`take` it."""
+        """Release the folder; a no-op after the first call, and in a process that did not
+        :meth:`take` it."""
         if self._ended.is_set() or self._body is None:
             return
         self._ended.set()

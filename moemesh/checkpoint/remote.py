@@ -90,7 +90,7 @@ class RemotePath:
         return bool(self._call(self._filesystem.isfile, self._path))
 
     def is_dir(self) -> bool:
-        """Whether any name exists below this one."""
+        """Whether any object exists below this name."""
         return bool(self.names())
 
     def names(self) -> list[str]:
@@ -101,7 +101,7 @@ class RemotePath:
             paths = self._call(self._filesystem.ls, self._path, detail=False)
         except FileNotFoundError:
             return []
-        prefix = self._filesystem._strip_protocol(self._path)  # the spelling that ls returns
+        prefix = self._filesystem._strip_protocol(self._path)  # as ls spells it
         names = (str(path).rstrip("/").removeprefix(prefix).lstrip("/") for path in paths)
         return sorted(name for name in names if name and "/" not in name)
 
@@ -172,6 +172,7 @@ class RemotePath:
     def reading(self) -> Iterator[BinaryIO]:
         """The object, opened for reading."""
         with closing(self._call(self._filesystem.open, self._path, "rb")) as file:
+            # Only `read` and `seek`, whose errors become OSError.
             calls = {name: partial(self._call, getattr(file, name)) for name in ("read", "seek")}
             yield cast("BinaryIO", SimpleNamespace(**calls))
 

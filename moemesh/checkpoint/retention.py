@@ -1,9 +1,8 @@
-"""Retention of checkpoints: keeps the newest that were read back, verified, and are finite; the
-space that they take.
+"""Retention of checkpoints: which are kept and which are deleted; the space that they take.
 
-``verified.json`` in their folder lists the verified ones: a step's name -> digest of its manifest,
-and whether its numbers are finite. It is a cache: a checkpoint that it lacks, because the file was
-lost or an older version wrote it, is read back when needed.
+``verified.json`` in their folder lists those that were read back and verified: a step's name ->
+digest of its manifest, and whether its numbers are finite. The file is a cache: a checkpoint that
+it lacks, since the file was lost or an older version wrote it, is read back when needed.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ VALIDATION_LOSS = "validation_loss"
 
 
 class VerifiedState(NamedTuple):
-    """A committed checkpoint: whether it verifies and is finite (None: unknown), and its fault."""
+    """State of a committed checkpoint: whether it verifies, whether all its numbers are finite
+    (None: unknown), and its fault."""
 
     step: int
     digest: str | None
@@ -64,7 +64,8 @@ class Pruning(NamedTuple):
 
 
 def nonfinite(stored: StoredCheckpoint) -> Sequence[str]:
-    """Tensors with infinities or NaN; of format 1, whose manifest lacks them, all are read."""
+    """Names of the tensors with infinities or NaN. The manifest of format 1 does not have them, so
+    all its tensors are read."""
     if stored.manifest.nonfinite is not None:
         return stored.manifest.nonfinite
     names = set[str]()
@@ -129,7 +130,8 @@ def remember(folder: Place, states: Sequence[VerifiedState], *, only: bool = Fal
         if state.is_verified and state.digest is not None:
             verified[f"step-{state.step}"] = (state.digest, state.is_finite)
     content = {
-        name: {"digest": digest, "finite": fine} for name, (digest, fine) in verified.items()
+        name: {"digest": digest, "finite": is_finite}
+        for name, (digest, is_finite) in verified.items()
     }
     text = json.dumps(content, indent=1).encode()
     with suppress(CheckpointError, OSError):
@@ -142,10 +144,12 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
     """Plan of :func:`prune`: reads back checkpoints that are not listed as verified, deletes
     nothing.
 
-    A checkpoint counts if it verifies and is finite. The newest `keep` that count are kept, and the
-    one with the lowest validation loss of all, if it counts. One that does not verify is kept while
-    it is newer than the oldest of these. Of those with infinities or NaN the newest is kept for
-    inspection, or `keep` of them if none counts; one in quarantine until one that counts is as new.
+    A checkpoint counts if it verifies and is finite. These are kept:
+
+    - of those that count, the newest `keep`, and the one with the lowest validation loss;
+    - of those that do not verify, all that are newer than the oldest of the newest `keep`;
+    - of those with infinities or NaN the newest, for inspection; `keep` of them if none counts;
+    - in quarantine, those that are newer than the newest one that counts.
     """
     if keep < 1:
         raise ValueError(f"keep ({keep}) must be at least 1")
@@ -228,8 +232,8 @@ class DiskError(UserError):
 
 
 class DiskNeed(NamedTuple):
-    """Bytes of: one checkpoint; the largest total of a run (kept ones, the best one and one being
-    written); the checkpoints present now; the free space."""
+    """Bytes of one checkpoint; `most`: of the most that a run has at a time (kept ones, the best
+    one and one being written); `present`: of those that exist now; `free`: of free space."""
 
     checkpoint: int
     most: int
@@ -238,9 +242,9 @@ class DiskNeed(NamedTuple):
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Size of a checkpoint in bytes: masters and moments of what trains, the weights of the rest
-    unless the base is packed. Headers, the manifest and the routers' biases, thousandths of it, are
-    left out."""
+    """Size of a checkpoint in bytes: main weights and optimizer states of parameters that train,
+    and the other weights unless the base is packed. Headers, the manifest and the routers' biases,
+    which are thousandths of the size, are left out."""
     train = config.train
     frozen = ITEM_BYTES[train.dtype]
     master = max(frozen, ITEM_BYTES["float32"])
@@ -260,8 +264,8 @@ def disk_need(config: RunConfig, checkpoints: Place) -> DiskNeed:
     size = checkpoint_bytes(config)
     present = 0  # for a store without limits
     if isinstance(checkpoints, Path):
-        files = (file for file in checkpoints.glob("step-*/*") if file.is_file())
-        present = sum(file.stat().st_size for file in files)
+        paths = (path for path in checkpoints.glob("step-*/*") if path.is_file())
+        present = sum(path.stat().st_size for path in paths)
     most = size * (config.train.checkpoints_kept + 2)  # the best one, and one being written
     return DiskNeed(size, most, present, free_bytes(checkpoints))
 

@@ -150,7 +150,7 @@ class Saver:
         # The interpreter waits for a pending save, also after an error in training.
         self._at_exit = lambda: (jobs.put(None), worker.join())
         atexit.register(self._at_exit)
-        #: Returns whether the pending save ends after a failed attempt.
+        #: Returns whether a failed attempt of the pending save is its last one.
         self._hurries: Callable[[], bool] = lambda: False
         #: Failures that did not end a save; filled on rank 0 only.
         self.notes: list[str] = []
@@ -166,8 +166,8 @@ class Saver:
         hurries: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin to save `shards` and rank 0's `state` as ``step-<step>``; all ranks call it between
-        steps, when no save is pending. While a rank waits for the end, `hurries` returns whether a
-        failed attempt is the last one.
+        steps, when no save is pending. `hurries` is called while the ranks wait for the end; it
+        returns whether a failed attempt shall be the last one.
 
         Returns when the tensors may change: after they are copied, or after the save if it blocks.
         Raises CheckpointError on every rank for shards or a state that cannot be saved.
@@ -262,7 +262,7 @@ class _Lost(Exception):
 
 class SaveJob:
     """One save on one rank. The worker thread calls :meth:`run`; the main thread waits for `ended`,
-    sets `stopped` (abort) or `hurried` (no further attempt), and passes `failure` of a rank on."""
+    sets `stopped` (abort) or `hurried` (no further attempt), and sends `failure` to all ranks."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class SaveJob:
         self.outcome: SaveOutcome | None = None
         #: Attempt (None: any) and problem that this rank could not report through the folder.
         self.failure: tuple[int | None, str] | None = None
-        #: Such problems of other ranks by attempt; filled on rank 0 only.
+        #: Such problems of all ranks by attempt; rank 0 reads them.
         self.failures: dict[int | None, str] = {}
 
     def run(self) -> None:
@@ -313,7 +313,7 @@ class SaveJob:
         """Rank 0's part: retries until a commit, then prunes; returns the names of tensors with
         infinities or NaN. Raises CheckpointError with the problem of the last attempt."""
         saver = self._saver
-        for number, pause in enumerate((*saver.pauses, None)):
+        for number, pause in enumerate((*saver.pauses, None)):  # None: after the last attempt
             try:
                 manifest = self._attempt(number)
                 break
@@ -347,6 +347,8 @@ class SaveJob:
         return manifest.nonfinite or ()
 
     def _attempt(self, number: int) -> Manifest:
+        """Attempt `number` on rank 0: writes its file, waits for the reports of the other ranks,
+        commits. Raises CheckpointError, or OSError, if it fails."""
         temporary, ranks = self._temporary(number), range(self._saver.world_size)
         self._check_owner()
         if files.is_committed(self._final):
@@ -412,7 +414,7 @@ class SaveJob:
                     report = write_part(self._file(number, rank), self._keyed, self._check_stopped)
                 except (CheckpointError, OSError) as error:
                     problem = str(error)
-                    with suppress(OSError):  # its space is needed for the report
+                    with suppress(OSError):  # the report needs its space
                         files.remove_file(self._file(number, rank))
                 try:
                     text = json.dumps({"problem": problem, "report": report}).encode()
@@ -465,9 +467,9 @@ def _report_name(rank: int) -> str:
 
 
 class Staging:
-    """Copies of a rank's shards in host memory; a save writes them while training continues. One
-    buffer, as large as the largest set of shards so far, is reused by all saves: allocating fresh
-    memory costs more than the copy."""
+    """Copies of a rank's shards in host memory, which a save writes while training continues. All
+    saves reuse one buffer, as large as the largest set of shards so far: allocating fresh memory
+    costs more than the copy."""
 
     def __init__(self, ranks_on_machine: int = 1) -> None:
         self._ranks = ranks_on_machine
@@ -501,7 +503,7 @@ class Staging:
                 # Unlock before the memory is freed, or its next owner could not lock it.
                 self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, buffer.data_ptr())
             else:
-                with suppress(RuntimeError):  # else the next kernel of a step gets the error
+                with suppress(RuntimeError):  # clears the error, which the next kernel would raise
                     torch.zeros(1, device="cuda")
         return None
 

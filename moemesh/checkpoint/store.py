@@ -35,7 +35,7 @@ from moemesh.config.shown import short_repr
 def save_together(
     folder: Place, step: int, shards: Sequence[Shard], state: dict[str, Any], axis: Axis
 ) -> Place:
-    """Write ``folder/step-<step>``: the shards of all ranks of `axis`, the state of the lowest
+    """Write ``folder/step-<step>``: the shards of all ranks of `axis`, and `state` of the lowest
     rank. Raises CheckpointError on every rank when one fails; older checkpoints are unchanged."""
     gather = partial(gather_json, axis=axis)
     return save(folder, step, shards, state, rank=axis.index, world_size=axis.size, gather=gather)
@@ -44,10 +44,10 @@ def save_together(
 def open_together(
     folder: Place, axis: Axis, step: int | None = None, *, prefer_finite: bool = False
 ) -> tuple[Checkpoint | None, list[tuple[int, str]]]:
-    """Open `step`, with digests checked by the ranks in parts; None opens the newest that verifies,
-    with `prefer_finite` of :func:`moemesh.checkpoint.load.latest`. Returns the checkpoint (None if
-    none verifies), and the skipped newer ones as (step, reason); the same on every rank. Raises
-    CheckpointError on every rank when one cannot open it."""
+    """Open `step`, whose digests the ranks check in parts; None: the newest that verifies, with
+    `prefer_finite` of :func:`moemesh.checkpoint.load.latest`. Returns the checkpoint (None if none
+    verifies), and the skipped newer ones as (step, reason), the same on every rank. Raises
+    CheckpointError on every rank when one rank cannot open it."""
     chosen, skipped = step, list[tuple[int, str]]()
     if step is None:
         if axis.index == 0:
@@ -79,9 +79,10 @@ def agree(problem: str | None, axis: Axis) -> None:
 # Nested dicts and lists of a state as named leaves: tensors, parts of tensors, and values.
 #
 # A leaf is named by its path, keys joined by "/": ``model/layers.0.weight``, ``optimizer/state/3/
-# exp_avg``. An integer key (and an index of a list) begins with "#", so that it is restored as one.
+# exp_avg``. An integer key (and an index of a list) begins with "#", so that it is restored as an
+# integer.
 
-#: Types of leaves that JSON holds; only empty containers are leaves.
+#: Types of leaves that JSON holds; of containers only empty ones are leaves.
 _VALUES = (bool, int, float, str, type(None), Mapping, list, tuple)
 
 
@@ -109,7 +110,7 @@ def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -
     """Same containers, with leaves and empty containers replaced by ``function(path, leaf)``."""
     if is_tensor(node) or not isinstance(node, (Mapping, list, tuple)) or not node:
         return function(path, node)
-    below = f"{path}/" if path else ""
+    prefix = f"{path}/" if path else ""
     if isinstance(node, Mapping):
         mapped: dict[Any, Any] = {}
         for key, child in cast("Mapping[Any, Any]", node).items():
@@ -119,10 +120,10 @@ def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -
                     f"{path or 'the state'}: the key {key!r} cannot be saved; keys are integers, "
                     'or texts without "/" that do not begin with "#"'
                 )
-            mapped[key] = map_leaves(child, function, f"{below}{word}")
+            mapped[key] = map_leaves(child, function, f"{prefix}{word}")
         return mapped
     children = enumerate(cast("Sequence[Any]", node))
-    return type(node)(map_leaves(child, function, f"{below}#{i}") for i, child in children)
+    return type(node)(map_leaves(child, function, f"{prefix}#{i}") for i, child in children)
 
 
 def flatten(tree: Any) -> dict[str, Any]:

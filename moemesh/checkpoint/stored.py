@@ -57,7 +57,7 @@ class StoredCheckpoint:
 
     def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path, self.step, self.manifest = path, manifest.step, manifest
-        #: The JSON object given to save, and the size of the tensor files in bytes.
+        #: The JSON object that was given to save; the size of the tensor files in bytes.
         self.state = manifest.state
         self.num_bytes = sum(file.size for file in manifest.files.values())
         self._headers: dict[str, dict[str, HeaderEntry]] = {}
@@ -110,8 +110,8 @@ class StoredCheckpoint:
                 continue
             source, target = (
                 tuple(
-                    slice(start - o, stop - o)
-                    for (start, stop), o in zip(common, origin, strict=True)
+                    slice(start - first, stop - first)
+                    for (start, stop), first in zip(common, origin, strict=True)
                 )
                 for origin in (piece.offset, offset)
             )
@@ -157,7 +157,7 @@ class StoredCheckpoint:
         name = self.manifest.hash or BLAKE2B
         digest_of = hash_by(name)
         slices = self.slices(file)
-        start = record.size - sum(piece.num_bytes for piece in slices)  # of the tensors
+        start = record.size - sum(piece.num_bytes for piece in slices)  # end of the header
         with files.reading(self.path / file, from_disk=True) as opened:
             header = b"".join(files.read_chunks(opened, start))
             if (actual := digest_text(digest_of(header), name)) != record.header:
@@ -165,7 +165,7 @@ class StoredCheckpoint:
             for piece in slices:
                 chunks = files.read_chunks(opened, piece.num_bytes, self.manifest.chunk_bytes)
                 digests = [*files.map_in_thread(digest_of, chunks)]
-                digests += [""] * (len(piece.stored.chunks) - len(digests))
+                digests += [""] * (len(piece.stored.chunks) - len(digests))  # a shortened file
                 for chunk, expected in enumerate(piece.stored.chunks):
                     if digests[chunk] != expected:
                         reason = f"digest {digests[chunk] or 'of nothing'}, expected {expected}"
@@ -206,13 +206,13 @@ def candidates(folder: Place) -> list[int]:
 def unfinished(folder: Place) -> list[str]:
     """Names of folders that are being written or deleted, or that a run left when it died."""
     names = files.list_names(folder)
-    left = [x for x in names if files.TEMPORARY.fullmatch(x) or files.TRASH.fullmatch(x)]
+    leftovers = [x for x in names if files.TEMPORARY.fullmatch(x) or files.TRASH.fullmatch(x)]
     steps = (name for name in names if files.COMMITTED.fullmatch(name))
-    return left + [name for name in steps if not files.is_committed(folder / name)]
+    return leftovers + [name for name in steps if not files.is_committed(folder / name)]
 
 
 def open_stored(folder: Place, step: int) -> StoredCheckpoint:
-    """Opens ``folder/step-<step>`` and checks all but the digests of tensors, the part that reads
+    """Opens ``folder/step-<step>`` and checks all but the digests of tensors, which would read
     every byte. Raises CheckpointError naming the file and its fault."""
     path = folder / f"step-{step}"
     manifest = read_manifest(path)
@@ -293,7 +293,7 @@ def examine(folder: Place, step: int) -> list[Damage]:
 #
 # numpy has no bfloat16 and no 8-bit floats; they are decoded from their bits.
 
-#: Numbers checked together.
+#: Numbers that are checked at once.
 _BLOCK = 1 << 16
 #: Exponent mask of each float dtype. A number whose exponent has all bits set is infinite or NaN;
 #: float8_e4m3fn has one NaN, all bits but the sign.
@@ -335,7 +335,7 @@ def difference(first: StoredCheckpoint, second: StoredCheckpoint, name: str) -> 
     entry = first.entry(name)
     a_bits, b_bits = first.read_bits(name), second.read_bits(name)
     num_bad = tuple(num_nonfinite(x.tobytes(), entry.dtype) for x in (a_bits, b_bits))
-    numbers: list[Bits] = []  # float64; integers are rounded to the nearest
+    numbers: list[Bits] = []  # as float64, to which large integers are rounded
     for bits in (a_bits, b_bits):
         match entry.dtype:
             case "bfloat16":

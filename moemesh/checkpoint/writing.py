@@ -36,7 +36,8 @@ def check_shards(shards: Sequence[Shard]) -> dict[str, Shard]:
 
 
 def check_step(final: Place, state: dict[str, Any]) -> None:
-    """Raises CheckpointError for an existing or illegal `final`, or a `state` outside JSON."""
+    """Raises CheckpointError if `final` exists or is not the name of a step, or if `state` is not
+    plain JSON."""
     if not files.COMMITTED.fullmatch(final.name):
         raise CheckpointError(f"{final.name}: the step must be an integer from 0 on")
     if parse_json(encode_json(state)) != state:
@@ -50,8 +51,8 @@ def check_step(final: Place, state: dict[str, Any]) -> None:
 def write_part(
     path: Place, keyed: Mapping[str, Shard], before_tensor: Callable[[], None] = lambda: None
 ) -> Report:
-    """Writes the file `path` of this rank, unless it would be empty, reads it back, and returns the
-    report on its content.
+    """Writes the file `path` of this rank and reads it back; without numbers no file is written.
+    Returns the report on its content.
 
     `before_tensor` is called before each tensor; an exception from it ends the write. Raises
     CheckpointError with the path if the disk is full (with the bytes needed and free), or if the
@@ -70,7 +71,8 @@ def write_part(
             yield part
 
     def check_finite(index: int, piece: memoryview) -> None:
-        """`index`: that of the part in the file: 0 is the header, then the tensors in order."""
+        """Adds a tensor with infinities or NaN to `nonfinite`. `index` of the part in the file: 0
+        is the header, then come the tensors in order."""
         if index and num_nonfinite(piece, dtype_of(shard := filled[order[index - 1]])):
             nonfinite.add(shard.name)
 
@@ -104,8 +106,9 @@ def write_part(
 def commit(
     temporary: Place, final: Place, step: int, reports: Sequence[Report], state: dict[str, Any]
 ) -> Manifest:
-    """Rank 0: checks that every logical tensor is complete, writes the manifest, renames. In an
-    object store the two folders are one, and its manifest is the commit."""
+    """Second phase, on rank 0: checks that every logical tensor is complete, writes the manifest to
+    `temporary`, and renames the folder to `final`. In an object store both are one folder, and its
+    manifest is the commit. Raises CheckpointError."""
     manifest = _manifest(step, reports, state)
     manifest.check()
     content = encode(manifest)

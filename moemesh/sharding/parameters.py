@@ -358,8 +358,8 @@ def first_unit(tuning: Tuning, model: ModelConfig, plan: Plan) -> str:
 
 
 def first_stage(unit: str, layers: Sequence[range]) -> int:
-    """Index of the stage with `unit`; `layers` are those of each stage. Extra prediction layers
-    are in the last one."""
+    """Index of the stage with `unit`; `layers` are those of each stage. Extra prediction layers are
+    in the last one."""
     last = len(layers) - 1
     if unit == "embedding":
         return 0

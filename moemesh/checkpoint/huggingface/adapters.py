@@ -5,8 +5,8 @@ Legend: E experts, R rank, I inputs, O outputs.
 A projection has ``<module>.lora_A.weight`` [R, I] and ``lora_B.weight`` [O, R]. In transformers 5
 all experts of a layer are one parameter, with gate and up fused. PEFT adapts such a parameter
 (``target_parameters``) with A [E R, I], ordered by expert, then rank, and B [O, R E], ordered by
-rank, then expert; the names of ``gate_up_proj``'s adapter have ``base_layer`` if ``down_proj`` has
-an adapter as well. Separate adapters of gate and up become one of rank 2 R whose B is block
+rank, then expert. If ``down_proj`` has an adapter, too, names of the adapter of ``gate_up_proj``
+have ``base_layer``. Our separate adapters of gate and up become one of rank 2 R whose B is block
 diagonal, with twice the alpha. If only stacks are adapted, all adapters have rank 2 R, padded with
 zeros, because PEFT warns of a ``rank_pattern`` that matches no module.
 
@@ -51,11 +51,13 @@ if TYPE_CHECKING:
 
 #: Upper bound of adapter_config.json in bytes.
 _CONFIG_LIMIT = 1 << 20
-#: Names of modules that PEFT takes for experts in any model with experts.
+#: Names that PEFT takes for projections of experts in any model with experts.
 _OF_EXPERTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"})
+#: Prefix of the names in PEFT's folders; name of the head's module.
 _PREFIX, _HEAD_MODULE = "base_model.model.", HEAD.removesuffix(".weight")
-#: Part of names of adapters that PEFT saved over the models of transformers 4.
+#: Part of the names of adapters of single experts, which PEFT saved for models of transformers 4.
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+#: Name of a factor, and the last part of its module's name.
 _LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
 
 
@@ -74,15 +76,17 @@ KNOWN_FIELDS = frozenset(
 )  # fmt: skip
 #: Initializations that leave the weights of the base as they are.
 SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+#: The supported value of the field "bias".
 _NO_BIAS = ("bias", "none")
+#: Adapters of all targets.
 _EVERY = LoraConfig(rank=1)
 
 
 class Adaptation(NamedTuple):
     """One adapter of PEFT for the `parts` of our `weight` in the family `kind`; in our model each
-    part has its own adapter of rank `rank`. `module`: PEFT's name of the adapted module, of experts
-    with the parameter. `wraps`: the adapter of ``down_proj`` wraps this one's module. `layout`:
-    :attr:`ParameterRecord.layout` of a weight of transformers."""
+    part has a separate adapter of rank `rank`. `module`: PEFT's name of the adapted module, for
+    experts followed by the parameter. `wraps`: whether the adapter of ``down_proj`` wraps the
+    module of this one. `layout`: :attr:`ParameterRecord.layout` of a weight of transformers."""
 
     weight: ParameterTensor
     parts: tuple[TargetPart, ...]
@@ -141,8 +145,8 @@ class Adaptation(NamedTuple):
 
     def load(self, factor: str, stored: Tensor) -> list[Tensor]:
         """Our factors of all parts from PEFT's tensor; a smaller rank is padded with zeros, whose
-        gradients are zero. Without a rank of its own for each part, gate and up share A. Raises
-        CheckpointError if B of a part is not zero outside of its ranks."""
+        gradients are zero. If PEFT's rank is not the sum of the ranks of all parts, gate and up
+        share A. Raises CheckpointError if B of a part is not zero outside of the part's ranks."""
         experts = self.weight.shape[0] if self.weight.is_expert else 1
         rank = stored.shape[0 if factor == "A" else 1] // experts
         if rank < self.rank:
@@ -191,14 +195,15 @@ def _rows(joined: Tensor, part: TargetPart) -> Tensor:
 
 
 def _is_transposed(piece: TensorPiece) -> bool:
-    """Whether the family stores [E, in, out]."""
+    """Whether the family stores experts as [E, I, O]."""
     return piece.order[-1] != len(piece.order) - 1
 
 
 def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
     """PEFT's adapters of `model` in the family `kind`, without extra prediction layers."""
     if model.architecture is not None:
-        # PEFT wraps an experts module once for each adapted parameter; the last one is outermost.
+        # PEFT wraps a module of experts once for each adapted parameter; the last wrapper is
+        # outermost.
         last: dict[str, str] = {}
         for record in model.architecture.parameters:
             if record.adapted(model.lora):
@@ -234,7 +239,7 @@ def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
 
 
 class EndWeight(NamedTuple):
-    """A weight outside of the layers: its names here and in transformers, and its shape."""
+    """A weight outside of the layers: our name, the name in transformers, and its shape."""
 
     ours: str
     theirs: str
@@ -252,7 +257,7 @@ class EndWeight(NamedTuple):
 
 
 def weights_of_ends(model: ModelConfig) -> list[EndWeight]:
-    """The weights of the ends of `model`, each of which one tensor of transformers holds."""
+    """The weights of `model` outside of its layers; each is one tensor of transformers."""
     named = model.architecture.name_in_folder if model.architecture is not None else str
     return [
         EndWeight(weight.name, named(ENDS.get(weight.name, weight.name)), weight.shape)
@@ -273,7 +278,7 @@ def peft_config(
         if adaptation.weight.is_expert:
             parameters.add(adaptation.target)
         elif model.num_experts and adaptation.target in _OF_EXPERTS:
-            # Given as modules, PEFT would take these for modules of experts.
+            # As target_modules, PEFT would take these names for projections of experts.
             parameters.add(".".join(adaptation.module.split(".")[-2:]) + ".weight")
         else:
             modules.add(adaptation.target)
@@ -313,8 +318,8 @@ def peft_config(
 
 
 class StoredAdapter(NamedTuple):
-    """A folder's adapter for an :class:`Adaptation`: its rank, 0 without one, and the ratio of its
-    scaling to that of [lora]."""
+    """A folder's adapter for an :class:`Adaptation`: its rank (0 if the folder has none), and the
+    ratio of its scaling to that of [lora]."""
 
     adaptation: Adaptation
     rank: int
@@ -322,8 +327,8 @@ class StoredAdapter(NamedTuple):
 
 
 class AdapterContents(NamedTuple):
-    """Contents of PEFT's folder: adapters, whole weights of the ends of the model, and `saved`,
-    those of the latter that train in PEFT."""
+    """Contents of PEFT's folder: adapters; `ends`, whole weights of the ends of the model; `saved`,
+    those of `ends` that train in PEFT."""
 
     adapters: list[StoredAdapter]
     ends: list[EndWeight]
@@ -344,8 +349,9 @@ def check_adapter_folder(
 ) -> AdapterContents:
     """Contents of PEFT's folder `path` for `model`, from its adapter_config.json and the header of
     its weights. Single layers and experts may have no adapter, or one of a smaller rank. With
-    patterns each may have its own scaling, unless the model `trains`: B is then multiplied by the
-    ratio. Raises CheckpointError if the folder does not belong to `model`."""
+    patterns the scaling of each adapter may differ from that of [lora], unless the model `trains`:
+    B is then multiplied by the ratio. Raises CheckpointError if the folder does not belong to
+    `model`."""
     check_folder(path.resolve())
     file, header = path / CONFIG, path / WEIGHTS
     if not header.exists() and (pickled := path / "adapter_model.bin").exists():
@@ -367,8 +373,9 @@ def check_adapter_folder(
             f"{header}: {single} adapts one expert, as saved over transformers 4: load the folder "
             "with PEFT over transformers 5, and write it by save_pretrained"
         )
-    places = {adaptation.name(factor): adaptation for adaptation in adapted for factor in "AB"}
-    held = {adaptation.module for name, adaptation in places.items() if name in shapes}
+    by_name = {adaptation.name(factor): adaptation for adaptation in adapted for factor in "AB"}
+    # Modules that have an adapter in the folder, and the targets of these adapters.
+    held = {adaptation.module for name, adaptation in by_name.items() if name in shapes}
     targets = {
         part.target
         for adaptation in adapted
@@ -379,7 +386,7 @@ def check_adapter_folder(
     advice = f"; the folder has adapters of {', '.join(of_folder)}"
     missing = [
         name
-        for name, adaptation in places.items()
+        for name, adaptation in by_name.items()
         if name not in shapes
         and (adaptation.module in held or not {x.target for x in adaptation.parts} <= targets)
     ]
@@ -402,7 +409,7 @@ def check_adapter_folder(
                 "init_lora_weights = false PEFT would compute with random numbers"
             )
     ends, saved = _stored_ends(file, given, shapes, model)
-    known = places.keys() | {weight.stored for weight in ends}
+    known = by_name.keys() | {weight.stored for weight in ends}
     if model.tied_embeddings and not differ(path, _PREFIX + EMBEDDING, _PREFIX + HEAD, WEIGHTS):
         known |= {_PREFIX + HEAD}  # PEFT saves a tied table under both names
     if extra := [name for name in shapes if name not in known]:
@@ -426,7 +433,7 @@ class _Patterns(NamedTuple):
     alpha: float
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
-    #: Rank of the form that this package writes.
+    #: Field "r" of the folder that this package would write.
     written_rank: int
 
 
@@ -501,8 +508,8 @@ def _stored_adapter(
 def _stored_ends(
     file: Path, given: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], model: ModelConfig
 ) -> tuple[list[EndWeight], list[EndWeight]]:
-    """Whole weights in a folder with these `shapes`, and those of them in ``modules_to_save``,
-    whose entries match the ends of modules' names."""
+    """Whole weights in a folder with these `shapes`, and those of them that ``modules_to_save``
+    names: an entry matches each module whose name ends with it."""
     ends = [weight for weight in weights_of_ends(model) if weight.stored in shapes]
     for weight in ends:
         if shapes[weight.stored] != weight.shape:

@@ -43,8 +43,9 @@ WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _NAMES = {name: key for key, name in DTYPES.items()}
 #: Most lines of an error message.
 _MOST_LINES = 5
+#: Endings of the names of scales in fp8, and of numbers and scales in mxfp4.
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
-#: Numbers that share an exponent, and their size in bytes.
+#: Numbers of mxfp4 that share an exponent; bytes of these numbers.
 GROUP, GROUP_BYTES = 32, 16
 
 
@@ -83,7 +84,7 @@ class FolderContents:
     """
 
     def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
-        check_folder(path.resolve())  # the user may name a link; those in a folder are not followed
+        check_folder(path.resolve())  # a link to the folder is followed, links in it are not
         self.path = path
         self.stored: dict[str, StoredTensor] = {}
         index: dict[str, Any] | None = None  # tensor -> file
@@ -135,9 +136,9 @@ class FolderContents:
             self.tensors[name] = StoredTensor(file, "float32", tensor.shape)
 
     def take_names(self, expected: Collection[str]) -> None:
-        """Rename tensors as transformers loads them: a folder saved from the base model has
-        no ``model.`` in front of its names, one that was saved from a module around has one more.
-        Raises CheckpointError where two tensors get one name."""
+        """Rename tensors as transformers does on loading: names of a folder that was saved from the
+        base model lack the prefix ``model.``, those saved from a larger module have one more.
+        Raises CheckpointError if two tensors get the same name."""
 
         def renamed(name: str) -> str:
             suffix = next((end for end in (SCALE, BLOCKS, SCALES) if name.endswith(end)), "")

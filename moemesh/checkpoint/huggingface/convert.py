@@ -49,7 +49,7 @@ _STACK = re.compile(r"(.*\.experts)\.(\w+)")
 
 
 def checkpoint_weights(checkpoint: Checkpoint) -> Read:
-    """The weights of a checkpoint by logical names; experts can be read as stacks."""
+    """Reader of a checkpoint by logical names; the experts of a layer can be read as a stack."""
     names = checkpoint.manifest.tensors.keys()
 
     def read(name: str, box: Sequence[range]) -> Tensor:
@@ -141,7 +141,8 @@ def write_checkpoint(
     weights: Read, model: ModelConfig, folder: Path, state: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """Write the `weights` of `model`, each expert separately, as ``folder/step-0`` in `dtype`;
-    floating-point buffers are fp32, integer buffers keep their dtype. `state`: that of the run."""
+    floating-point buffers are fp32, integer buffers keep their dtype. `state`: the checkpoint's
+    state of the run."""
     shards: list[Shard] = []
     architecture, stacks = model.architecture, frozenset[str]()
     if architecture is not None:
@@ -239,7 +240,7 @@ def write_folder(
         raise CheckpointError(f"{other}: is a file of another model: choose an empty folder")
     for done, (file, names) in enumerate(sorted(groups.items())):
         part = {name: tensors[name] for name in names}
-        if (out / file).exists():  # an earlier conversion has finished it
+        if (out / file).exists():  # finished by an interrupted conversion
             _check_same(out / file, part)
         else:
             replace_by(out / file, safetensors_bytes(part, _METADATA))
@@ -260,9 +261,9 @@ def write_folder(
 def carry_along(
     source: Path, out: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
-    """Copy tokenizer, generation settings and other files next to the weights of `source` whose
-    name is `wanted`, except config.json, large files and links out of the folder. Returns the
-    copied names."""
+    """Copy the files of `source` other than weights, such as tokenizer and generation settings, for
+    whose names `wanted` returns True. config.json, large files and links out of the folder are left
+    out. Returns the copied names."""
     out.mkdir(parents=True, exist_ok=True)
     copied: list[str] = []
     for name in sorted(path.name for path in source.iterdir()):
@@ -284,7 +285,7 @@ def _check_same(path: Path, part: Mapping[str, DeferredTensor]) -> None:
     header = read_header(path).items()
     if {name: (entry.dtype, entry.shape) for name, entry in header} != expected:
         raise CheckpointError(f"{path}: is a file of another model: choose an empty folder")
-    # Other runs and other steps have the same names and shapes: compare the numbers.
+    # Folders of other runs and steps have the same names and shapes: compare the numbers.
     with reading(path) as file:
         for content in safetensors_bytes(part, _METADATA):
             num_equal = 0
@@ -314,19 +315,19 @@ def write_adapters(
     base: str | None,
     saved: Sequence[EndWeight] = (),
 ) -> None:
-    """Write the adapters in `weights` as a folder of PEFT for the family `kind`, with the weights
-    `saved` that train as a whole."""
+    """Write the adapters in `weights`, and the weights `saved`, which train as a whole, as a folder
+    of PEFT for the family `kind`."""
     shapes = {tensor.name: tensor.shape for tensor in tensors_of(model, Plan())}
     config = peft_config(model, kind, base, saved)
     adapters = list(adaptations(model, kind))
-    if config["r"] != model.lora.rank:  # all get the rank of fused projections, twice as large
+    if config["r"] != model.lora.rank:  # the rank of fused projections, for all
         adapters = [x._replace(rank=2 * x.rank // len(x.parts)) for x in adapters]
 
     def make(adapter: Adaptation, factor: str) -> Tensor:
         names = [adapter.factor(part, factor) for part in adapter.parts]
         factors = [weights(name, [range(size) for size in shapes[name]]) for name in names]
         padding = adapter.rank - model.lora.rank
-        pad = (0, 0, 0, padding) if factor == "A" else (0, padding)
+        pad = (0, 0, 0, padding) if factor == "A" else (0, padding)  # rows of A, columns of B
         factors = [torch.nn.functional.pad(weight, pad) for weight in factors]
         return adapter.store(factor, factors).to(dtype).contiguous()
 
@@ -359,8 +360,8 @@ _LIMIT = 1 << 20
 
 
 class Description(NamedTuple):
-    """The content of ``delta.json``. `dtype`: that of an export; `fingerprint`, `base`: of the base
-    model, its :func:`fingerprint` and its folder."""
+    """The content of ``delta.json``. `dtype`: dtype of an export; `fingerprint` and `base`:
+    :func:`fingerprint` and folder of the base model."""
 
     family: str
     dtype: str
@@ -394,7 +395,7 @@ def fingerprint(folder: WeightFolder) -> str:
         stored = folder.tensors[name]
         digest.update(f"{name} torch.{stored.dtype} {list(stored.shape)}\n".encode())
         if all(stored.shape):
-            # The first numbers of the middle row; a number without dims is the whole tensor.
+            # The first numbers of the middle row; a tensor without dims is read as a whole.
             *outer, inner = stored.shape or (1,)
             box = [*(range(size // 2, size // 2 + 1) for size in outer), range(min(inner, _SAMPLE))]
             sample = folder.read(name, box if stored.shape else [])

@@ -57,7 +57,7 @@ def merged(weights: Read, model: ModelConfig) -> Read:
         wide = torch.promote_types(weight.dtype, torch.float32)
         for part in parts_of(name.rpartition(".")[2], tensor.shape):
             *rows, columns = box
-            into = [slice(None)] * len(rows)
+            into = [slice(None)] * len(rows)  # rows of the box that the product is added to
             if not lora.adapts(part.target):
                 continue
             if part.dim is not None:  # the weight stacks several projections: q, k, v or gate, up
@@ -84,7 +84,7 @@ def delta_of(
     record: ParameterRecord, lora: LoraConfig, factor: Callable[[str, tuple[int, ...]], Tensor]
 ) -> Tensor:
     """The product B A of the adapters of a weight of transformers, in its stored layout. `factor`:
-    (name, shape) -> an adapter parameter, or the rows of some experts of it."""
+    (name, shape) -> an adapter parameter, or its rows of some experts."""
     shapes = {adapter.name: adapter.shape for adapter in record.adapters(lora)}
     products: list[Tensor | None] = []
     for part in record.parts:
@@ -105,9 +105,9 @@ def equivalent(weights: Read, model: ModelConfig, other: ModelConfig) -> Read:
     equivalents`: models that differ only in the pairs of channels that RoPE rotates, and in a
     selection bias of the router, which is zero."""
     adds_bias = other.router_selection_bias and not model.router_selection_bias
-    turns = other.rope_interleave != model.rope_interleave
-    # Channel of a head in the other form -> channel here: pairs (i, i + rotary_dim / 2) of one form
-    # are (2i, 2i + 1) of the interleaved form.
+    reorders = other.rope_interleave != model.rope_interleave
+    # Channel of a head of `other` -> channel of a head of `model`: the pair (i, i + rotary_dim / 2)
+    # of one form is (2i, 2i + 1) in the interleaved form.
     order, rotary = torch.arange(model.head_dim), model.rotary_dim
     pairs = order[:rotary].view(2, -1) if other.rope_interleave else order[:rotary].view(-1, 2)
     order[:rotary] = pairs.T.reshape(-1)
@@ -115,8 +115,8 @@ def equivalent(weights: Read, model: ModelConfig, other: ModelConfig) -> Read:
     value_head = model.num_heads // kv_heads + 1  # a group holds query heads, key, value
 
     def reordered(qkv: Tensor, heads: range) -> Tensor:
-        """Queries and keys [groups, heads, channels, inputs] with their channels in the other
-        order. The value is unchanged."""
+        """Queries, keys and values [groups, heads, channels, inputs], with the channels of
+        queries and keys in the order of `other`."""
         is_rotated = torch.tensor([head != value_head for head in heads])
         return torch.where(is_rotated[None, :, None, None], qkv[:, :, order], qkv)
 
@@ -124,12 +124,12 @@ def equivalent(weights: Read, model: ModelConfig, other: ModelConfig) -> Read:
         leaf = name.rpartition(".")[2]
         if adds_bias and name.endswith("router.selection_bias"):
             return torch.zeros([len(part) for part in box])
-        if turns and leaf == "qkv":
+        if reorders and leaf == "qkv":
             # The third dim, the channels of a head, is read in full.
             groups, heads, channels, inputs = box
             qkv = weights(name, [groups, heads, range(model.head_dim), inputs])
             return reordered(qkv, heads)[:, :, channels.start : channels.stop]
-        if turns and leaf == "qkv_bias":
+        if reorders and leaf == "qkv_bias":
             (part,), size = box, (model.num_heads + 2 * kv_heads) * model.head_dim
             bias = weights(name, [range(size)]).view(kv_heads, -1, model.head_dim, 1)
             bias = reordered(bias, range(bias.shape[1])).reshape(-1)

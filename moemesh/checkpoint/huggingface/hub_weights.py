@@ -2,8 +2,8 @@
 
 transformers' conversion of names and tensors is the only record of which stored tensors make a
 parameter. It is applied to names and shapes first, so that a folder is checked before a number is
-read; then to the numbers of one parameter at a time, of a stack of experts to one expert. So a rank
-reads what it holds, and never holds more than that and one tensor.
+read. Then it is applied to the numbers of one parameter at a time, or of one expert of a stack. So
+a rank reads only what it holds, and has at most one more tensor in memory.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _ROW = re.compile(r"(.*)\.(\d+)\.(\w+)")
 class TensorGroup:
     """Stored tensors that become one parameter or several, together.
 
-    `sources`: pattern of the conversion -> names of stored tensors; `outputs`: parameter ->
-    pattern. `converter`: None where the parameter is stored as it is. `merges`: each stored tensor
-    of a pattern is one row of the parameter. `is_by_row`: a row of the parameters needs only its
-    own row of the stored tensors.
+    `sources`: source pattern of the conversion -> names of stored tensors; `outputs`: parameter ->
+    target pattern. `converter`: None if the parameter is stored as it is. `merges`: each stored
+    tensor of a pattern is one row of the parameter. `is_by_row`: row i of the parameters needs only
+    row i of the stored tensors.
     """
 
     sources: dict[str, list[str]]
@@ -78,7 +78,7 @@ class TensorGroup:
         self, parameters: Mapping[str, Tensor], model: PreTrainedModel, row: int = 0
     ) -> dict[str, Tensor]:
         """Stored tensors by name, computed from `parameters`. With `merges` the parameters may be
-        some rows, the first of which is `row`; then the stored tensors of these rows."""
+        some rows, beginning with `row`; the result then has the stored tensors of these rows."""
         assert self.converter is not None
         inverse, patterns = self.converter.reverse_transform(), self.converter.target_patterns
         tensors = {
@@ -98,7 +98,7 @@ class TensorGroup:
 def _apply(
     converter: Any, tensors: dict[str, Any], name: str, model: PreTrainedModel
 ) -> dict[str, Tensor]:
-    """The operations of a conversion, one after the other: pattern -> tensor."""
+    """Applies the operations of a conversion in order. Returns pattern -> tensor."""
     for operation in converter.operations:
         tensors = operation.convert(
             tensors,
@@ -114,12 +114,12 @@ def _apply(
 
 @dataclass(frozen=True, kw_only=True)
 class HubTensors:
-    """Which stored tensors make which parameters of a model on the meta device.
+    """Mapping of stored tensors to the parameters of a model on the meta device.
 
     `meta`: parameters and persistent buffers by name, a tied one once; `stacks`: names of those
-    with one row for each expert; `group_of`: group of each name; `groups`: all groups, also those
-    of other names of a tied parameter; `carried`: stored tensors of no part of the model;
-    `problems`: reasons why the stored tensors are not those of the model.
+    with one row for each expert; `group_of`: group of each name in `meta`; `groups`: all groups,
+    also those of further names of a tied parameter; `carried`: stored tensors that belong to no
+    part of the model; `problems`: reasons why the stored tensors are not those of the model.
     """
 
     model: PreTrainedModel
@@ -133,17 +133,17 @@ class HubTensors:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> HubTensors:
-        """The tensors `stored` of a model of the ``config.json`` `values`."""
+        """The mapping for the tensors `stored` of a model with the ``config.json`` `values`."""
         plan = blueprint(values)
         model = plan.build()
         base = f"{model.base_model_prefix}."
-        # The text part of a larger model may have its names in a part of their own.
+        # Names of the text part of a larger model may have a prefix: try each, "" first.
         matches = filter(None, map(_BEFORE_LAYERS.match, stored))
         prefixes = {match[1] for match in matches} - {"", base}
         candidates: list[HubTensors] = []
         for prefix in ("", *sorted(prefixes)):
             # `inner`: name in the model -> stored name. `prefix` is that of the base model in the
-            # folder; other tensors (the head) have only what surrounds the text model, `outer`.
+            # folder; other tensors, such as the head, have only the part `outer` of it.
             outer = prefix[: -len(prefix.split(".")[-2]) - 1] if prefix else ""
             inner = {
                 base + name.removeprefix(prefix)
@@ -173,7 +173,8 @@ class HubTensors:
         return min(candidates, key=lambda candidate: len(candidate.problems))
 
     def tied(self) -> Iterator[list[str]]:
-        """The stored tensors of each parameter, without those that are converted."""
+        """The stored tensors of each parameter: several for a tied one. Converted ones are left
+        out."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         stored: dict[int, list[str]] = {}
         for group in self.groups:
@@ -220,8 +221,8 @@ def _grouped(
     inner: Mapping[str, str],
     whole: PreTrainedModel | None = None,
 ) -> HubTensors:
-    """The groups of a folder. `inner`: name in the model -> stored name. `whole`: the larger model
-    whose conversions hold for its text part, too."""
+    """The mapping of a folder's tensors. `inner`: name in the model -> stored name. `whole`: a
+    larger model, whose conversions apply to its text part, too."""
     canonical: dict[int, str] = {}  # id of a parameter -> its first name
     aliases: dict[str, str] = {}  # each of its names -> the first one
     meta: dict[str, Tensor] = {}
@@ -265,7 +266,7 @@ def _grouped(
             except (ValueError, RuntimeError, AttributeError) as error:
                 problems.append(f"{several} do not make {target}: {error}")
                 continue
-            # Names of the outputs: each pattern in place of the one that `target` contains.
+            # Parameters of the group: `target` with its pattern replaced by that of each output.
             part = next((pattern for pattern in converted if pattern in target), None)
             expanded = {
                 pattern if part is None else target.replace(part, pattern, 1): pattern
@@ -314,8 +315,8 @@ def _by_target(
     aliases: dict[str, str],
     inner: Mapping[str, str],
 ) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
-    """For each parameter of `aliases` the stored tensors that it is made from, by the pattern of
-    the converter that they match ("" without one); and the stored tensors of none."""
+    """Parameter of `aliases` -> pattern of a converter ("" without one) -> the stored tensors that
+    match it and make the parameter; and the stored tensors that make no parameter."""
     sources_of: dict[str, dict[str, list[str]]] = {}
     carried: list[str] = []
     for name in sorted(inner, key=dot_natural_key):
@@ -387,10 +388,11 @@ class HubWeights(FolderWeights):
 
     def load_into(self, shards: Sequence[Shard]) -> None:
         super().load_into(shards)
-        self._last = None, {}
+        self._last = None, {}  # frees the last results
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a parameter, a buffer, a stack of experts or one of them."""
+        """The part `box` of a parameter, a buffer, a stack of experts or one expert of it, in the
+        widest dtype of its stored tensors."""
         stack = self._row(name)[0]
         stored = {self.folder.stored[source].dtype for source in self.tensors.group_of[stack].names}
         dtype = reduce(torch.promote_types, map(torch_dtype, stored))
@@ -423,7 +425,7 @@ class HubWeights(FolderWeights):
         """A parameter of a group, or one row of it; converts unless the last call did the same."""
         key = id(group), row
         if self._last[0] != key:
-            self._last = None, {}  # before the next is read
+            self._last = None, {}  # freed before the next one is read
             rows = slice(row, row + 1) if row is not None and group.merges else slice(None)
 
             def read(source: str) -> Tensor:

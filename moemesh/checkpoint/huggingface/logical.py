@@ -5,8 +5,8 @@ the names of each family of transformers:
 
     pieces("layers.2.attention.qkv", (M, G + 2, D, H), ...)  ->  its q_proj, k_proj and v_proj
 
-The default names are read and written by every version of transformers; the second layout has the
-names with "fused" experts.
+A folder has one of two layouts. The usual names are read and written by every version of
+transformers; in the "fused" layout one tensor holds all experts of a layer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENDS = {"embedding.weight": EMBEDDING, "norm.weight": "model.norm.weight", "head
 class BlockNames(NamedTuple):
     """A family's row of ``names.toml``. `returns_pair`: its MoE module returns more than its
     output. `stack`: our leaf -> row of the tensor that stacks all experts of a layer; None if each
-    expert has its own tensors."""
+    expert has separate tensors."""
 
     block: str
     router: str
@@ -61,7 +61,8 @@ def _table() -> dict[str, Any]:
 
 
 def names_of(kind: str, *, fused: bool) -> BlockNames:
-    """The names of a family in one of the two layouts: its row over the usual names."""
+    """The names of a family in one of the two layouts: the usual names, replaced by those of the
+    family's row."""
     table = _table()
     row = {"stack": "fused" if fused else None} | table["fused" if fused else "family"].get(
         kind, {}
@@ -74,8 +75,8 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
     or those of the table that a vector flattens. Raises KeyError for a name that no family has."""
     if name in ENDS:
         return [whole(ENDS[name], shape)]
-    owner, _, below = name.partition(".")
-    index, _, part = below.partition(".")
+    owner, _, rest_of_name = name.partition(".")
+    index, _, part = rest_of_name.partition(".")
     layer, names = f"model.layers.{index}", names_of(kind, fused=fused)
     if owner == "ahead_norms":
         return [whole(f"{layer}.shared_head.norm.{part}", shape)]
@@ -138,7 +139,7 @@ def table_piece(block: str, row: str | list[str], shape: Shape) -> TensorPiece:
     ours, theirs = pattern.split(" -> ")
     sizes = dict(zip(ours.split(), shape, strict=True))
     stored = [dim.strip("()").split() for dim in re.findall(r"\([^)]*\)|\S+", theirs)]
-    dims = [dim for group in stored for dim in group if dim in sizes]
+    dims = [dim for group in stored for dim in group if dim in sizes]  # without dims of size 1
     return TensorPiece(
         f"{block}.{name}",
         tuple(prod(sizes.get(dim, 1) for dim in group) for group in stored),
@@ -155,24 +156,26 @@ def _mlp(leaf: str, block: str, shape: Shape, names: BlockNames) -> list[TensorP
     _, width, hidden = shape
     return [
         TensorPiece(
-            f"{block}.{part}.weight", (width, hidden), (1, width, hidden), (0, 1, 2), (at, 0, 0)
+            f"{block}.{part}.weight", (width, hidden), (1, width, hidden), (0, 1, 2), (index, 0, 0)
         )
-        for at, part in enumerate((names.gate, names.up))
+        for index, part in enumerate((names.gate, names.up))
     ]
 
 
+#: Name by which a folder has the fused layout.
 _FUSED = re.compile(r"\.experts\.gate_up_proj$")
-#: Tables of old versions of transformers, derived from config.json.
+#: Ending of tables that old versions of transformers saved, although config.json determines them.
 _WITHOUT_USE = ".rotary_emb.inv_freq"
-#: Tensors of prediction layers (MTP): names, modules that only they have, copies of tables.
+#: Tensors of prediction layers (MTP): their names in some folders; modules that only they have;
+#: their copies of the model's tables.
 _AHEAD = re.compile(r"(model\.)?mtp[._]")
 _ONLY_AHEAD = re.compile(r"model\.layers\.\d+\.(eh_proj|enorm|hnorm)\.")
 AHEAD_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 class LogicalTensor(NamedTuple):
-    """A parameter or buffer of the whole model: its shape, and the pieces that hold it, in its dims
-    or, for a vector, in those of the table `view` that it flattens."""
+    """A parameter or buffer of the whole model, and the pieces that hold it. Pieces have the dims
+    of `view`: those of `shape`, or, for a vector, those of the table that the vector flattens."""
 
     shape: tuple[int, ...]
     view: tuple[int, ...]
@@ -182,7 +185,7 @@ class LogicalTensor(NamedTuple):
         """The part `box` of the tensor."""
         if self.view == self.shape:
             return assemble(self.pieces, box, read)
-        # The rows of the table that hold the wanted part of the vector.
+        # Read the rows of the table that hold the wanted part of the vector, and cut it out.
         (wanted,), width = box, prod(self.view[1:])
         rows = range(wanted.start // width, -(-wanted.stop // width))
         table = assemble(self.pieces, [rows, *map(range, self.view[1:])], read)
@@ -227,7 +230,7 @@ def checked_tensors(
 ) -> dict[str, LogicalTensor]:
     """The logical tensors of an existing folder, in its layout. `given`: its config.json, which
     determines the family and the prediction layers. Raises CheckpointError unless the folder holds
-    the tensors of the model; other tensors must be known to be unused."""
+    the tensors of the model; any other tensor must be one that is known to be unused."""
     fused, kind = any(map(_FUSED.search, contents.tensors)), family_of(given)
     logical = logical_tensors(config, kind, fused=fused)
     contents.take_names({piece.source for tensor in logical.values() for piece in tensor.pieces})

@@ -58,12 +58,13 @@ class TensorPiece(NamedTuple):
         return common if all(common) else None
 
     def read(self, box: Sequence[range], read: Read) -> Tensor:
-        """The numbers of `box`, which lies inside the piece, in the dims of the logical tensor."""
+        """The numbers of `box`, a part of the piece, in the dims of the logical tensor."""
         ranges, sizes, inner = self._stored(box)
         return read(self.source, ranges).reshape(sizes)[tuple(inner)].permute(self.order)
 
     def read_into(self, box: Sequence[range], out: Tensor, source: StoredSource) -> None:
-        """Same as :meth:`read`, into `out`; no intermediate copy where the order is the same."""
+        """Same as :meth:`read`, into `out`; without an intermediate copy if `out` can be viewed in
+        the stored shape."""
         ranges, sizes, inner = self._stored(box)
         target = out.permute(self._inverse_order)
         if list(target.shape) == sizes:
@@ -82,7 +83,8 @@ class TensorPiece(NamedTuple):
         return [self.order.index(dim) for dim in range(len(self.order))]
 
     def _stored(self, box: Sequence[range]) -> tuple[list[range], list[int], list[slice]]:
-        """Stored ranges that hold `box`, their shape in the view, and the index of `box` in it."""
+        """Ranges of the stored tensor that hold `box`, the shape of these ranges in the view, and
+        the index of `box` in that shape."""
         wanted = [range(0)] * len(self.view)
         for dim, part, start in zip(self.order, box, self.offset, strict=True):
             wanted[dim] = range(part.start - start, part.stop - start)
@@ -125,7 +127,7 @@ class TensorPiece(NamedTuple):
 
 
 def whole(source: str, shape: tuple[int, ...]) -> TensorPiece:
-    """Piece for a stored tensor that is the logical tensor."""
+    """Piece of a stored tensor that equals the logical tensor."""
     return TensorPiece(source, shape, shape, tuple(range(len(shape))), (0,) * len(shape))
 
 
@@ -149,6 +151,7 @@ def assemble(pieces: Sequence[TensorPiece], box: Sequence[range], read: Read) ->
         if result is None:
             shape = [len(wanted) for wanted in box]
             result = torch.empty(shape, dtype=part.dtype, device=part.device)
-        result = result.to(torch.promote_types(result.dtype, part.dtype))  # pieces may differ
+        # Dtypes of pieces may differ.
+        result = result.to(torch.promote_types(result.dtype, part.dtype))
         result[slices(common, box)] = part
     return torch.empty([len(wanted) for wanted in box]) if result is None else result

@@ -1,5 +1,5 @@
-"""Reader of weight folders in the layout of transformers, by slices, and of their weights under the
-logical names of our checkpoints.
+"""Reader of weight folders in the layout of transformers, by stored names and by the logical names
+of our checkpoints.
 
 A rank reads only the slices of its shards; no rank ever holds the whole model.
 """
@@ -34,10 +34,10 @@ from moemesh.config.huggingface.model import Quantization, quantization_of
 from moemesh.config.lora import ADAPTER_WEIGHTS, is_adapter
 from moemesh.config.model import ModelConfig
 
-#: Bytes of the buffer for numbers that change dtype, strides or device: a core's cache.
+#: Bytes of the buffer for numbers that change dtype, strides or device; it fits a core's cache.
 _BUFFER_BYTES = 1 << 20
-#: Shorter contiguous runs are not read singly: whole rows are read, and the rest is dropped. It is
-#: the page size of disks and of the page cache.
+#: Shortest contiguous run in bytes that is read on its own, the page size of disks and of the page
+#: cache. If runs are shorter, whole rows are read, and what is not needed is dropped.
 _SHORTEST_RUN_BYTES = 4096
 
 # Dequantization of stored tensors, slice by slice.
@@ -45,10 +45,11 @@ _SHORTEST_RUN_BYTES = 4096
 # Only the blocks that overlap a slice are read. The formats are in
 # :mod:`moemesh.checkpoint.huggingface.contents`.
 
-
+#: Values of the 16 codes of e2m1.
 _E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-#: The two numbers of every byte; the scale of every exponent, the last of which is NaN.
+#: The two numbers of each byte.
 _PAIRS = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])
+#: The scale of each stored exponent; the last one is NaN.
 _E8M0 = torch.tensor([*(2.0**exponent for exponent in range(-127, 128)), torch.nan])
 
 
@@ -58,7 +59,7 @@ def _blocks(part: range, size: int) -> range:
 
 
 class WeightFolder(FolderContents):
-    """The tensors of a folder and their numbers (with `quantization` all in float32); not
+    """The tensors of a folder and their numbers. With `quantization` all numbers are float32. Not
     thread-safe. Raises CheckpointError like :class:`FolderContents`.
 
     Parts of tensors are read directly into their destination. Files are read by position, not
@@ -157,7 +158,7 @@ class WeightFolder(FolderContents):
             run_bytes *= len(part)
             if len(part) != size:
                 break
-        at_once = _BUFFER_BYTES // row_bytes  # rows
+        at_once = _BUFFER_BYTES // row_bytes  # rows that fit the buffer
         if at_once and len(rows) > 1 and run_bytes < _SHORTEST_RUN_BYTES:
             inner = tuple(slice(part.start, part.stop) for part in rest)
             for row in range(0, len(rows), at_once):
@@ -192,13 +193,13 @@ class WeightFolder(FolderContents):
         return raw.view(self._dtype).view(shape)
 
     def _read_bytes(self, start: int, out: Tensor) -> None:
-        into = memoryview(out.numpy())
-        self.bytes_read += len(into)
-        while into:
-            count = os.preadv(self._handles[self._file], [into], start)
+        rest = memoryview(out.numpy())
+        self.bytes_read += len(rest)
+        while rest:
+            count = os.preadv(self._handles[self._file], [rest], start)
             if not count:
                 raise CheckpointError(f"{self._file}: became shorter while it was read")
-            into, start = into[count:], start + count
+            rest, start = rest[count:], start + count
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -285,7 +286,7 @@ class AdapterFolder:
 
     def __init__(self, path: Path, model: ModelConfig, kind: str, *, trains: bool = True) -> None:
         self.contents = check_adapter_folder(path, model, kind, trains=trains)
-        #: Our name of a factor -> its adapter, the index of its part, "A" or "B".
+        #: Our name of a factor -> its adapter, the index of its part, and "A" or "B".
         self._places: dict[str, tuple[StoredAdapter, int, str]] = {
             adapter.adaptation.factor(part, factor): (adapter, index, factor)
             for adapter in self.contents.adapters
@@ -298,8 +299,8 @@ class AdapterFolder:
         self._last: tuple[str, list[Tensor]] = "", []
 
     def joined(self, base: Read) -> Read:
-        """The weights of `base` and the adapters; whole weights of the folder replace those of
-        `base`. Tensors of the folder are read in fp32."""
+        """Reader of the adapters and of the weights of `base`, which whole weights of the folder
+        replace. Tensors of the folder are read in fp32."""
 
         def read(name: str, box: Sequence[range]) -> Tensor:
             if name not in self._places and name not in self._ends:
@@ -313,8 +314,8 @@ class AdapterFolder:
 
     def load_into(self, shards: Sequence[Shard]) -> None:
         """Fill the shards of adapters and of whole weights, in place; names are those of a
-        checkpoint. Where the folder has no adapter both factors are zero, and so are their
-        gradients; those of extra prediction layers stay as they are."""
+        checkpoint. An adapter that the folder lacks gets zeros in both factors, whose gradients are
+        then zero. Adapters of extra prediction layers are not changed."""
         with torch.no_grad():
             for shard in shards:
                 name, expert = shard.name.removeprefix("model."), None
