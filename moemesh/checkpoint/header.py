@@ -61,6 +61,7 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
             raise ValueError("__metadata__ is not an object of texts")
         if unprintable := [name for name in header if one_line(name) != name]:
             raise ValueError(f"a name has control characters: {one_line(unprintable[0])[:80]}")
+        # Entries: offsets in the header count from its end.
         entries = {
             key: HeaderEntry(
                 str(value["dtype"]),
@@ -73,6 +74,7 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
         ranges = sorted((begin, end) for begin, end in (v["data_offsets"] for v in header.values()))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{path}: the header is damaged ({error})") from error
+    # The tensors follow one another and fill the file.
     ends = [0, *(end for _, end in ranges)]
     if [begin for begin, _ in ranges] != ends[:-1]:
         raise CheckpointError(f"{path}: the header is damaged (its tensors overlap or leave gaps)")

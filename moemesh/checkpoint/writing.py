@@ -86,6 +86,7 @@ def write_part(
             raise files.explain(error, path, needed) from error
         file = {"size": size, "header": digest_text(header, WRITTEN)}
         digests = dict(zip(order, written[1:], strict=True))
+    # The report: also of empty slices, whose shape and dtype are checked.
     slices: list[list[object]] = []
     for key, shard in keyed.items():
         rectangle = {"offset": list(shard.offset), "shape": list(shard.tensor.shape)}

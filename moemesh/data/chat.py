@@ -163,7 +163,8 @@ class ChatTemplate:
         Raises BadRecordError for an invalid conversation, one without an assistant turn, and one
         for which the template fails.
         """
-        tools, (messages, learned) = record.get(TOOLS), _messages(record, where)
+        messages, learned = _messages(record, where)
+        tools = record.get(TOOLS)
         given = record.get(TEMPLATE_VALUES) or {}
         if not isinstance(given, dict):
             raise BadRecordError(where, f'"{TEMPLATE_VALUES}" must be an object')
@@ -171,6 +172,7 @@ class ChatTemplate:
             if (role := message["role"]) in FOREIGN_ROLES and role not in self._texts:
                 reason = f'message {number} is of "{role}", a role that the chat template does not'
                 raise BadRecordError(where, f'{reason} know: "{ROLES[role]}" is its usual name')
+        # The text, and where the answers are in it.
         sizes = sizes_of([messages, tools, given])
         rendering = _Rendering(
             partial(self._render, tools=tools, where=where, sizes=sizes, values=given), messages
@@ -182,6 +184,7 @@ class ChatTemplate:
         if spans is None:
             reason = f"the chat template ({self._origin}) writes none of the assistant turns"
             raise BadRecordError(where, reason)
+        # Contents that are lists or objects, which a template may print as code or leave out.
         for number, message in enumerate(messages, start=1):
             parts = message.get("content")
             if isinstance(parts, list) and parts and str(parts) in rendering.text:
@@ -509,6 +512,7 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
     normalized: Messages = []
     learned: list[bool] = []
     for number, message in enumerate(messages, start=1):
+        # Role and content: text only.
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRecordError(where, f'message {number} has no "role"')
         content = message.get("content")
@@ -522,6 +526,7 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
             reason = f"message {number} holds {media[0]} data; only text is trained"
             raise BadRecordError(where, reason)
         message = {key: value for key, value in message.items() if value is not None}
+        # Keys that are not read.
         is_answer = message["role"] == "assistant"
         if (older := next((key for key in OLDER_KEYS if message.get(key)), None)) is not None:
             reason = f'message {number} has "{older}", which is not read: {OLDER_KEYS[older]}'
@@ -536,6 +541,7 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
             others = [key for key in message if key != "role" and message[key]]
             held = f", but {some(others)}" if others else ""
             raise BadRecordError(where, f'message {number} has no "content"{held}')
+        # Whether the turn carries loss, by its keys or its role.
         given = {key: message[key] for key in LOSS_KEYS if key in message}
         for key, value in given.items():
             if not isinstance(value, int | float) or value not in LOSS_KEYS[key]:

@@ -135,6 +135,7 @@ def read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray]:
     """(dtype of the ids, first token of each of n sequences and the end [n + 1], document index
     [d]), both int64. Raises DataError for a damaged index."""
     size = size_of(path)
+    # The header, and the size of the file that it determines.
     with path.open("rb") as file:
         head = file.read(HEADER.size)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
@@ -160,6 +161,7 @@ def read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray]:
             f"{path}: the header has {num_sequences} sequences and {num_entries} entries of the "
             "document index; it must have at least one document"
         )
+    # The three arrays, which must agree with each other.
     content = np.memmap(path, dtype=np.uint8, mode="r")
     lengths_end = HEADER.size + 4 * num_sequences
     pointers_end = lengths_end + 8 * num_sequences
@@ -245,6 +247,7 @@ class IndexedTokens:
         """`path` is the prefix or one of the two files. Raises DataError for files that are
         missing, of another format, or inconsistent; counts are checked against the file sizes
         before use."""
+        # Tokens and index.
         prefix = prefix_of(path)
         bin_path, idx_path = path_with(prefix, BIN), path_with(prefix, IDX)
         bin_bytes = size_of(bin_path)
@@ -257,6 +260,7 @@ class IndexedTokens:
             )
         if not num_tokens:
             raise DataError(f"{bin_path}: the file has no tokens")
+        # The sidecar, if there is one.
         facts, meta_path = read_sidecar(prefix), path_with(prefix, META)
         starts = np.unique(offsets[documents])
         starts = starts[starts < num_tokens]
@@ -277,6 +281,7 @@ class IndexedTokens:
                         f"{path_with(prefix, suffix)} has {size} bytes, and {meta_path} has "
                         f"{file['bytes']}: the files do not belong together, or one is incomplete"
                     )
+        # The loss mask: its bytes become bool without a copy, so they must be 0 or 1.
         mask_path, learned = path_with(prefix, MASK), None
         has_mask = mask_path.is_file() if facts is None else MASK in facts.files
         if facts is not None and not has_mask and mask_path.exists():
@@ -417,7 +422,8 @@ class IndexedWriter:
         lengths = np.diff(np.append(part.starts, len(part.tokens)))
         self._write(part.tokens, part.learned)
         self._lengths.extend(lengths.tolist())
-        self.ends_text, self._owes_end = ends_text, ends_text and not self._ends_last
+        self.ends_text = ends_text
+        self._owes_end = ends_text and not self._ends_last
 
     def _write_end(self) -> None:
         """Write the end of the newest document. The end of a conversation carries no loss."""

@@ -299,6 +299,7 @@ def check_head(file: DataFile) -> None:
         if not start.startswith(b"PAR1"):
             raise DataError(f"{path} is named as parquet, but does not begin as such a file")
         return
+    # Binary content.
     with open_stream(path, compression) as stream:
         head = stream.read(HEAD)
     content = next((name for magic, name in MAGIC if head.startswith(magic)), None)
@@ -318,6 +319,7 @@ def check_head(file: DataFile) -> None:
         raise DataError(f"{path} holds {content}, not {kind}: {advice}")
     if named:
         return
+    # JSON and tables, whose format was taken from the file's name.
     line, newline, _ = head.partition(b"\n")
     is_object = line.lstrip().startswith(b"{") and (newline or len(head) < HEAD)
     is_record = False

@@ -56,9 +56,11 @@ def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) 
         (split.source.name, corpus) for split in samples.splits for corpus in split.source.corpora
     ]
     results: list[Preview] = []
-    numbers, (streams, places_BS) = samples.documents(ids), samples.places(ids)
+    numbers = samples.documents(ids)
+    streams, places_BS = samples.places(ids)
     for row, sample in enumerate(ids.tolist()):
-        places, (source, corpus) = places_BS[row], sources[streams[row]]
+        places = places_BS[row]
+        source, corpus = sources[streams[row]]
         documents = np.searchsorted(corpus.starts, places, side="right") - 1
         documents[places < 0] = PADDING
         positions = np.arange(samples.seq_len)

@@ -261,6 +261,7 @@ class Samples(Windows):
             long=long,
             at_least=1 if validation else FEWEST_SAMPLES,
         )
+        # Split the windows of each source.
         self.seed, self.held_out = seed, held_out
         self.interleaving = Interleaving([source.weight for source in sources])
         self.splits: list[WindowSplit] = []
@@ -294,6 +295,7 @@ class Samples(Windows):
             bounds = self.num_samples + np.array([0, self.num_empty])
             ids = IdRanges.joined([split.training.ids, IdRanges(bounds[:1], bounds[1:])])
             self.splits = [split._replace(training=Epochs(ids, seed))]
+        # The validation samples, and too small sources.
         problems = [*self._size_problems(global_batch, None if validation else held_out)]
         if validation:
             self._held_out = IdRanges(self.firsts[first : first + 1], self.firsts[-1:])

@@ -87,14 +87,15 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return reduce(add, parts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        texts, numbers = (str, bytes, list, tuple), isinstance(left, int) and isinstance(right, int)
+        texts = (str, bytes, list, tuple)
+        are_numbers = isinstance(left, int) and isinstance(right, int)
         if operator == "%" and isinstance(left, str):
             self.charge(self._formatted(left, right))
-        elif operator == "*" and not numbers:
+        elif operator == "*" and not are_numbers:
             sequence, count = (left, right) if isinstance(left, texts) else (right, left)
             if isinstance(sequence, texts) and isinstance(count, int):
                 self.charge(len(sequence) * max(count, 0))
-        elif operator in ("*", "**") and numbers:
+        elif operator in ("*", "**") and are_numbers:
             bits = left.bit_length()
             bits = bits + right.bit_length() if operator == "*" else bits * max(right, 0)
             if bits > MAX_BITS:
@@ -129,7 +130,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 self.charge(len(args[first]))
                 return function(*args)
             value, *others = map(_as_list, args[first:])
-            args, given = (*args[:first], value, *others), (*others, *kwargs.values())
+            args = (*args[:first], value, *others)
+            given = (*others, *kwargs.values())
             if name == "replace" and len(others) > 1:
                 amount = _replaced(str(value), *others)
             elif name == "format":

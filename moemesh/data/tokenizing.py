@@ -149,6 +149,7 @@ def cached_tokens(
 ) -> IndexedTokens:
     """The tokens of `files`, from their entry in `folder`, which is written if it is missing or
     damaged. Raises DataError for faults of the files, and for a folder that cannot be written."""
+    # The name of the entry.
     source = bad_records.source
     stats: list[object] = []
     for file in files:
@@ -180,6 +181,7 @@ def cached_tokens(
             rate = count / (now - start)
             log_progress(f"tokens   {count:,} so far, {rate:,.0f} a second, at {document.where}")
 
+    # The entry itself.
     problem = (
         "{0}: cannot keep tokens there ({1}): set data.cache to a folder that can be written and "
         "locked"

@@ -71,6 +71,7 @@ def contradictions(
         for key, leaf in folder.leaves.items()
         if key.startswith("model.")
     }
+    # A model of transformers is built from config.json: of [model] only `_BALANCING` has an effect.
     if values.get("implementation") == "transformers":
         for key, leaf in chosen.items():
             section, _, name = key.partition(".")
@@ -85,6 +86,7 @@ def contradictions(
             fix = f"leave {key} out, or change config.json; {', '.join(sorted(_BALANCING))} count"
             yield leaf.problem("conflict", key, message, fix)
         return
+    # For our own model: does the key, changed alone, change the shapes of the weights?
     shapes = _shapes(values)
     if shapes is None:
         return
@@ -130,6 +132,7 @@ def tuning_problems(config: RunConfig) -> list[Problem]:
     tuning, model, plan = config.tuning, config.model, config.plan
     if tuning.is_full:
         return []
+    # Patterns that match nothing.
     names = list(logical_names(model, plan))
     problems: list[Problem] = []
     for key in ("freeze", "train_only"):
@@ -144,13 +147,15 @@ def tuning_problems(config: RunConfig) -> list[Problem]:
             problems.append(Problem.of("no-match", f"train.{key}", (pattern,), message, fix))
     if problems:
         return problems
+    # Nothing left to train.
     key = "freeze" if tuning.freeze else "train_only" if tuning.train_only else "esft"
     value, parameters = getattr(tuning, key, None), list(tensors(model, plan))
     if not any(tensor.trained_rows(tuning) for tensor in parameters):
         message = f"none of the {len(parameters)} parameter tensors is left to train"
         fix = f"choose fewer in train.{key}"
         return [Problem.of("conflict", f"train.{key}", value, message, fix)]
-    # Module of experts -> a weight of it, and the experts of which that trains.
+    # Weights that cannot train, or not for these experts alone. `trained`: module of experts -> one
+    # of its weights, and the experts for which this weight trains.
     trained: dict[str, tuple[str, tuple[int, ...]]] = {}
     for tensor in parameters:
         rows, size = tensor.trained_rows(tuning), tensor.shape[0]

@@ -364,6 +364,7 @@ def check_adapter_folder(
     if part is not None and not any(name.startswith(_PREFIX + part.around) for name in shapes):
         # Adapters of the text part alone have its names.
         model = model.with_architecture(replace(part, around=""))
+    # The fields of adapter_config.json.
     given = PEFT_DEFAULTS | read_json(plain_file(path, CONFIG), _CONFIG_LIMIT)
     written = peft_config(model, kind, None)
     patterns = _check_fields(file, given, written, model.lora)
@@ -395,6 +396,8 @@ def check_adapter_folder(
             f"{header}: {missing[0]} is missing ({len(missing)} such tensors), which "
             f"lora.targets requires{advice}"
         )
+    # Modules that the fields name, against those with adapters: PEFT ignores an adapter of another
+    # module; a named module without one is zero, or, with init_lora_weights = false, random.
     is_random = given.get("init_lora_weights") is False
     for adaptation in adaptations(model.with_lora(_EVERY), kind) if is_random else adapted:
         is_held, is_targeted = adaptation.module in held, _is_targeted(given, adaptation, file)
@@ -408,6 +411,7 @@ def check_adapter_folder(
                 f"{header}: {adaptation.name('A')} is missing, and {CONFIG} names its module: with "
                 "init_lora_weights = false PEFT would compute with random numbers"
             )
+    # Tensors that belong to nothing.
     ends, saved = _stored_ends(file, given, shapes, model)
     known = by_name.keys() | {weight.stored for weight in ends}
     if model.tied_embeddings and not differ(path, _PREFIX + EMBEDDING, _PREFIX + HEAD, WEIGHTS):

@@ -85,9 +85,10 @@ class FolderContents:
 
     def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
         check_folder(path.resolve())  # a link to the folder is followed, links in it are not
+        # The index: tensor -> file.
         self.path = path
         self.stored: dict[str, StoredTensor] = {}
-        index: dict[str, Any] | None = None  # tensor -> file
+        index: dict[str, Any] | None = None
         if not (path / SINGLE).exists():  # transformers prefers the single file
             if not (path / INDEX).exists():
                 raise CheckpointError(lacks_weights(path))
@@ -103,6 +104,7 @@ class FolderContents:
                         f"{path / INDEX}: places {name} in {file!r}, which is not a plain file "
                         "name of the folder"
                     )
+        # The headers of all files.
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             file_path = plain_file(path, file)
             for name, entry in read_header(file_path).items():

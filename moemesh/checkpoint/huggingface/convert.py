@@ -219,6 +219,7 @@ def write_folder(
     finished file. Raises CheckpointError for a file of another conversion.
     """
     out.mkdir(parents=True, exist_ok=True)
+    # File -> its tensors.
     groups: dict[str, list[str]] = {}
     if files is not None:
         for name in tensors:

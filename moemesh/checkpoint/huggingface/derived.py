@@ -27,6 +27,7 @@ from moemesh.sharding.parameters import tensors
 
 def merged(weights: Read, model: ModelConfig) -> Read:
     """Weights of `model` with its adapters merged: W + scaling B A, computed in fp32 or wider."""
+    # A weight of transformers' code.
     if model.architecture is not None:
         lora, known = model.lora, {record.name: record for record in model.architecture.parameters}
 
@@ -46,6 +47,8 @@ def merged(weights: Read, model: ModelConfig) -> Read:
             return weight.to(wide) + lora.scaling * delta
 
         return read
+
+    # A weight of our own model: only the factors of the box are read.
     lora, known = model.lora, {tensor.name: tensor for tensor in tensors(model, Plan())}
 
     def read(name: str, box: Sequence[range]) -> Tensor:

@@ -223,6 +223,7 @@ def _grouped(
 ) -> HubTensors:
     """The mapping of a folder's tensors. `inner`: name in the model -> stored name. `whole`: a
     larger model, whose conversions apply to its text part, too."""
+    # Names of the model.
     canonical: dict[int, str] = {}  # id of a parameter -> its first name
     aliases: dict[str, str] = {}  # each of its names -> the first one
     meta: dict[str, Tensor] = {}
@@ -238,6 +239,7 @@ def _grouped(
         for leaf, parameter in module.named_parameters(recurse=False)
         if parameter.shape[0] == module.num_experts
     )
+    # Conversions of transformers, and the stored tensors of each parameter.
     mapping, outer = (
         [] if net is None else get_model_conversion_mapping(net) for net in (model, whole)
     )
@@ -245,6 +247,7 @@ def _grouped(
     converters = [change for change in (*mapping, *outer) if isinstance(change, WeightConverter)]
     by_pattern = {key: change for change in converters for key in change.source_patterns}
     sources_of, carried = _by_target(model, renamings, converters, aliases, inner)
+    # A group for each parameter: its conversion, its outputs, and a check of their shapes.
     group_of: dict[str, TensorGroup] = {}
     groups: list[TensorGroup] = []
     problems: list[str] = []

@@ -88,8 +88,9 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
     match part.split("."):
         case ["attention", "qkv" | "qkv_bias" as leaf]:
             # [M, G + 2, D, ...]: the G query heads of a key/value head, its key and its value.
-            (heads, packed, size, *rest), zeros = shape, (0,) * (len(shape) - 2)
-            leaf, order = "bias" if leaf.endswith("bias") else "weight", tuple(range(len(shape)))
+            heads, packed, size, *rest = shape
+            leaf = "bias" if leaf.endswith("bias") else "weight"
+            order, zeros = tuple(range(len(shape))), (0,) * (len(shape) - 2)
             return [
                 TensorPiece(
                     f"{layer}.self_attn.{word}_proj.{leaf}",
