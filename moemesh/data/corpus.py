@@ -169,7 +169,7 @@ def is_whole_file(files: Sequence[DataFile], reader: Tokenizer) -> bool:
 # Documents follow one another in a stream; the ids of :func:`between` follow each text but the last
 # document, and the text of a template follows a conversation.
 
-#: Least characters of a full batch, or else records: few, so that the first batch comes early.
+#: Characters, and records, at which a batch is full: few, so that the first batch comes early.
 BATCH_CHARACTERS, BATCH_RECORDS = (1 << 17) * usable_cores(), 1 << 12
 #: Batches that are read while earlier ones are tokenized.
 AHEAD = 2

@@ -47,7 +47,7 @@ GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 NEEDS = {"tiktoken.model": "tiktoken", "tekken.json": "mistral_common"}
 #: Vocabulary files that transformers converts for any class.
 CONVERTED = ("tokenizer.model", "tiktoken.model", "tekken.json")
-#: Key of the settings that lists the file in place of tokenizer.json for versions of transformers.
+#: Key of the settings that lists a file in place of tokenizer.json by version of transformers.
 VERSIONS = "fast_tokenizer_files"
 #: Endings of the files of a tokenizer.
 ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".bpe")

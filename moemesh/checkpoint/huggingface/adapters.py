@@ -60,7 +60,6 @@ _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 #: Name of a factor, and the last part of its module's name.
 _LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
 
-
 #: Fields of PEFT's LoraConfig that are read here, that follow from the names of tensors, or that do
 #: not change the output of stored adapters. Others must be empty.
 KNOWN_FIELDS = frozenset(
@@ -202,8 +201,7 @@ def _is_transposed(piece: TensorPiece) -> bool:
 def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
     """PEFT's adapters of `model` in the family `kind`, without extra prediction layers."""
     if model.architecture is not None:
-        # PEFT wraps a module of experts once for each adapted parameter; the last wrapper is
-        # outermost.
+        # PEFT wraps the experts once for each adapted parameter; the last wrapper is outermost.
         last: dict[str, str] = {}
         for record in model.architecture.parameters:
             if record.adapted(model.lora):
