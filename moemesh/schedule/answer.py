@@ -165,8 +165,8 @@ def _as_typed(message: str, request: ScheduleRequest) -> str:
     for name, part in parts.items():
         names[f"{name} has"] = f"--{part if request.run is None else 'costs'} has"
     message = message.replace(", cost, latency", "")  # of ampnet: the other options set them
-    found = re.compile(rf"(?<!\S)({'|'.join(names)})(?![\w./-])")
-    return found.sub(lambda match: names[match[0]], message)
+    names_in_text = re.compile(rf"(?<!\S)({'|'.join(names)})(?![\w./-])")
+    return names_in_text.sub(lambda match: names[match[0]], message)
 
 
 def saved(schedule: Schedule, path: Path) -> str:

@@ -145,7 +145,7 @@ class BoundCosts:
 
 def exact(value: float, name: str) -> float:
     """`value` as a Python number that adds exactly: int, Fraction or float64, never float32. Raises
-    ValueError when it is negative or not finite, TypeError when it is no number."""
+    ValueError when it is negative or not finite, TypeError for anything but a number."""
     number: float
     if isinstance(value, Integral):
         number = int(cast(int, value))

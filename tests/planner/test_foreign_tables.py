@@ -239,7 +239,7 @@ def test_degrees_of_sequences_and_the_first_of_two_settings(cells, expected, tmp
 
 
 def test_memory_of_a_whole_and_flops_without_a_prefix_do_no_harm(tmp_path):
-    """ "59/80" is 59 GiB of a device's 80; 4.2E+14 is no number of TFLOP/s."""
+    """ "59/80" is 59 GiB of a device's 80; 4.2E+14 is a rate in FLOP/s, not in TFLOP/s."""
     cells = {"mem": "59/80", "mem_kind": "peak", "Model TFLOP": "4.2E+14", "tokens/s": "100000"}
     run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | cells)
     assert (run.reason, run.seconds, run.memory_bytes) == ("", 10.48576, 59 * 2**30)

@@ -41,7 +41,7 @@ def test_picks_the_measured_best_and_never_what_ran_out(validation):
 
 
 def test_a_pick_is_among_the_layouts_of_one_release_and_number_type():
-    """A plan chooses neither: two releases, or two types, of one layout are no alternatives."""
+    """A plan chooses neither: two releases, or two types, of one layout are not compared."""
     timed = [llama(1, 2, 1, 1, 31.3), llama(2, 2, 1, 2, 30.0)]
     others = [
         dict(one, step_time_s="60", **change)

@@ -221,7 +221,7 @@ def test_costs_that_do_not_fit_are_refused(costs: Costs, message: str) -> None:
 
 @pytest.mark.parametrize("cost", ["1", None, 1j, np.ones(2), ["1", "1"]])
 def test_costs_that_are_no_numbers_are_named(cost: Any) -> None:
-    """A text is no list of numbers, and an array no list."""
+    """Texts and arrays are refused, though Python can iterate over them."""
     with pytest.raises(TypeError, match="cost forward must be a number, a list of numbers"):
         simulate(from_text(TWO_RANKS), Costs(forward=cost))
 

@@ -44,7 +44,7 @@ def architectures(table: Path, archs: Path | None) -> dict[str, Any]:
 
 
 def is_model(word: str, archs: Mapping[str, Any]) -> bool:
-    """Whether a word of a title is a model: a name with a digit that is no file."""
+    """Whether a word of a title is a model: a name with a digit, without a file of that name."""
     if not re.search(r"[A-Za-z].*\d|\d.*[A-Za-z]", word) or Path(word).exists():
         return False
     try:
