@@ -77,8 +77,8 @@ class DispatchExchanges:
 ROUTINGS = "routings"
 #: Dtypes of rows.
 DTYPES = tuple(name for name, size in ELEMENT_BYTES.items() if size >= 2)
-#: Limit of the choices of all tokens of all ranks that are drawn, and of the experts: more would
-#: take longer than seconds.
+#: Largest number of experts, and of drawn choices of all tokens on all ranks: more would take
+#: longer than seconds.
 MOST_DRAWN = 1_000_000
 _CHOICES = TypeAdapter(list[list[list[int]]])
 _KEYS = ("about", "plan", "dispatchers", "num_experts", "hidden_size", "dtype", "experts")
@@ -121,21 +121,23 @@ class RoutingExample:
                f"dispatcher is one of {', '.join(PREDICTED)}",
                nearest_choice(name, tuple(PREDICTED)))) for name in self.dispatchers),
         ]  # fmt: skip
-        problems = [problem for is_broken, problem in rules if is_broken]
+        problems = [broken for is_broken, broken in rules if is_broken]
         problems += islice(self._wrong_tokens(), 1)
         if problems:
             raise ConfigError(problems)
 
     def _wrong_tokens(self) -> Iterator[Problem]:
+        """Problems of single tokens with the ids or the number of their experts."""
         for rank, tokens in enumerate(self.choices):
             for token, chosen in enumerate(tokens):
-                real, where = [one for one in chosen if one != -1], f"rank {rank}, token {token}"
+                experts = [expert for expert in chosen if expert != -1]
+                where = f"rank {rank}, token {token}"
                 problem = partial(Problem.of, key="experts", value=list(chosen))
-                if wrong := [one for one in real if not 0 <= one < self.num_experts]:
+                if wrong := [expert for expert in experts if not 0 <= expert < self.num_experts]:
                     message = f"{where} chose expert {wrong[0]}; experts are 0 to "
                     message += f"{self.num_experts - 1}, and -1 is none"
                     yield problem("out-of-range", message=message)
-                elif len(set(real)) < len(real):
+                elif len(set(experts)) < len(experts):
                     yield problem("duplicate", message=f"{where} chose an expert twice")
                 elif len(chosen) != len(tokens[0]):
                     message = f"{where} has {len(chosen)} slots, token 0 {len(tokens[0])}; fill"
@@ -143,12 +145,12 @@ class RoutingExample:
 
     @property
     def slots(self) -> int:
-        """Largest number of experts of a token."""
+        """Largest number of expert slots of a token."""
         return max((len(token) for tokens in self.choices for token in tokens), default=1)
 
     def exchanges(self, dispatcher: str) -> DispatchExchanges:
-        """The exchanges of one MoE layer with `dispatcher`, for tokens with these choices. Fixed
-        slots are those for the largest number of tokens of a rank."""
+        """The exchanges of one MoE layer with `dispatcher`, for tokens with these choices. The
+        number of fixed slots follows from the rank with the most tokens."""
         experts, slots = self.num_experts, self.slots
         # Only the sizes of the MoE layer are used.
         model = ModelConfig(
@@ -178,9 +180,9 @@ class RoutingExample:
                 if len(peers) > 1:
                     matrix = pairs.setdefault(key, [[0.0] * len(ranks) for _ in ranks])
                     for place, peer in enumerate(peers):
-                        # A gather sends the same block to every peer.
-                        place = peers.index(rank) if counted.op == "all_gather" else place
-                        matrix[rank][peer] += out[place]
+                        # A gather sends the sender's block to every peer.
+                        block = peers.index(rank) if counted.op == "all_gather" else place
+                        matrix[rank][peer] += out[block]
         exchanges = tuple(Exchange(*key, tuple(map(tuple, rows))) for key, rows in pairs.items())
         return DispatchExchanges(
             exchanges=exchanges,
@@ -204,9 +206,10 @@ def random_example(
 ) -> RoutingExample:
     """`tokens` tokens on each rank of `plan`, with experts drawn with equal chance."""
     read = _plan(plan)
-    each = experts_per_token * read.world_size
-    choices = tokens * each
-    most = max(1, MOST_DRAWN // each) if each > 0 else 1
+    # Choices of one token on every rank, and of all tokens.
+    choices_each = experts_per_token * read.world_size
+    choices = tokens * choices_each
+    most = max(1, MOST_DRAWN // choices_each) if choices_each > 0 else 1
     beyond = partial(Problem.of, "out-of-range")
     rules = [
         (not 1 <= experts_per_token <= num_experts, beyond("experts_per_token", experts_per_token,
@@ -296,8 +299,8 @@ def read_example(
             **table,
         )
     except ConfigError as error:
-        named = [replace(problem, origin=problem.origin or source) for problem in error.problems]
-        raise ConfigError(named) from None
+        located = [replace(problem, origin=problem.origin or source) for problem in error.problems]
+        raise ConfigError(located) from None
 
 
 def _plan(text: str) -> Plan:
@@ -326,20 +329,20 @@ def to_json(example: RoutingExample) -> dict[str, Any]:
 
 # One dispatch and combine under every dispatcher: copies, bytes, seconds and rate on a cluster.
 #
-# Every rank has `tokens` tokens of `hidden` channels. Each goes to `chosen` of `experts`, from at
-# most `groups_kept` of `groups` groups (node-limited routing). Bytes are those of one rank.
+# Each of P ranks has T tokens. Each token goes to k experts, from at most `groups_kept` of `groups`
+# groups (node-limited routing). Bytes are those of one rank.
 #
 #     rows           a row for each choice: k T
 #     slots          the same into fixed slots, twice the mean for every pair of ranks
 #     tokens         every token to every rank: (P - 1) T
+#     visits         a token once to each rank it visits
 #     node_visits    a token once to each node it visits, and there once to each rank
 #
-# These are kinds of `HopRows`. Local rows are not sent, and rows for the own node do not use the
-# network. A direct exchange takes
-# as long as its slower part, over the network card or over the links of the node; a ring has the
-# rate of its group; latencies are added. Rates are the cluster's times their calibrated share, or
-# measured ones. The printed rate is bytes over the slower kind of link by the time of the exchange,
-# as in DeepEP.
+# These are kinds of `HopRows`. Rows for the sender are not sent, and rows for ranks of its node do
+# not use the network. A direct exchange takes as long as its slower part, over the network card or
+# over the links of the node; a ring has the rate of its group; latencies are added. Rates are the
+# cluster's times their calibrated share, or measured ones. The printed rate is the bytes over the
+# slower kind of link, divided by the time of the exchange, as in DeepEP.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,13 +452,15 @@ def dispatch_times(
         problems.append(Problem.of("not-divisible", "ep", ep, message, fix))
     if problems:
         raise ConfigError(problems)
-    known, node = pricing(cluster), min(node, ep)
-    links = Links.of(hardware_row(known.device), known.constants, known.table)
+    prices = pricing(cluster)
+    links = Links.of(hardware_row(prices.device), prices.constants, prices.table)
+    node = min(node, ep)
     nodes, latency = ep // node, float(links.latency)
+    #: Share of the ranks that are in other nodes.
     outside = 1 - 1 / nodes
     slots = slots_per_pair(load.tokens, load.experts_per_token, load.experts, ep) / load.tokens
     chosen = float(load.experts_per_token)
-    #: Copies of a token that leave its rank, and its node.
+    #: Kind of rows -> copies of a token that leave its rank, and that leave its node.
     copies = {
         "rows": (chosen * (1 - 1 / ep), chosen * outside),
         "slots": (slots * (ep - 1), slots * (ep - node)),
@@ -468,10 +473,10 @@ def dispatch_times(
         if name not in dispatchers:
             continue
         dispatcher = DISPATCHERS[name]
-        both, across = copies[dispatcher.hops[0].rows]
+        leaving, across = copies[dispatcher.hops[0].rows]
         num_hops = 1 + (dispatcher.is_node_aware and nodes > 1)
         # A node-aware dispatch sends rows to a node once and copies them inside it.
-        inside = both if dispatcher.is_node_aware else both - across
+        inside = leaving if dispatcher.is_node_aware else leaving - across
         directions: list[Exchanged] = []
         for row in (load.row_out, load.row_back):
             size = load.tokens * row
@@ -488,9 +493,9 @@ def dispatch_times(
                 seconds += num_hops * latency
             bottleneck = crossing if nodes > 1 else staying
             if dispatcher.is_gathered:
-                bottleneck = both * size
+                bottleneck = leaving * size
             rate = bottleneck / seconds if seconds else 0.0
             directions.append(Exchanged(crossing, staying, seconds, rate))
         link = "network" if nodes > 1 else "node"
-        times.append(DispatchTime(ep, name, both, across, link, *directions))
+        times.append(DispatchTime(ep, name, leaving, across, link, *directions))
     return times

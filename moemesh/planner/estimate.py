@@ -113,8 +113,8 @@ def worst_routing(
             return of_own_run(config, known, **layout.step_sizes, rank=rank)
     # Other trainers keep gate and up of all rows: closed forms.
     k, per_rank = model.shape.experts_per_token, model.shape.num_experts // layout.ep
-    times = layout.ep * min(k, per_rank) / k
-    uncapped = times
+    # All tokens of the expert-parallel group choose the experts of one rank, as far as they can.
+    uncapped = times = layout.ep * min(k, per_rank) / k
     if layout.capacity_factor:
         times = min(times, max(layout.capacity_factor, 1.0))
     times = max(times, layout.imbalance)
@@ -135,7 +135,8 @@ def worst_routing(
 def of_own_run(
     model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int, dtype: str, rank: int
 ) -> WorstRouting:
-    """Worst routing of `moemesh train` on `rank`, with :class:`LayerMemory`.
+    """Worst routing of `rank` in a run of `moemesh train`, with the memory of
+    :class:`LayerMemory`.
 
     Raises ValueError if the plan's schedule is impossible.
     """
@@ -146,10 +147,10 @@ def of_own_run(
     # Per layer: rows at the fullest rank, rows under uniform routing, and dropped choices.
     peers = plan.ep * plan.etp
     # Number of experts that one token can choose on a single rank.
-    of_a_token = min(model.experts_per_token, model.num_experts // layout.ep)
+    choices = min(model.experts_per_token, model.num_experts // layout.ep)
     balanced = tokens * model.experts_per_token * plan.etp
-    kept = capacity_of(model, layout, tokens, seq_len) * of_a_token
-    most_rows, dropped = kept * peers, (tokens * of_a_token - kept) * peers
+    kept = capacity_of(model, layout, tokens, seq_len) * choices
+    most_rows, dropped = kept * peers, (tokens * choices - kept) * peers
     if model.router_selection == "expert_choice":
         most_rows, dropped = balanced, 0
     at_once, chunks = rows_at_once(tokens, model.experts_per_token, plan.etp), plan.dispatch_chunks
@@ -377,7 +378,7 @@ def estimate(
     shape = model.shape
     if problems := layout.check(shape.sizes):
         raise ConfigError(problems)
-    given = plan
+    given_plan = plan
     node = cluster.gpus_per_node
     if not layout.ranks_per_node and layout.world_size > node and not layout.world_size % node:
         # Neither layout nor plan has node borders: use those that a launcher would set.
@@ -396,12 +397,11 @@ def estimate(
     if run is not None:
         settings |= {"tuning": run.tuning, "whole_matrices": run.train.updates_matrices}
     traffic, note = _traffic(model, plan, layout, pp_rank, settings)
-    known = pricing(cluster)
-    peak, seconds = known.price(shape, layout)
-    more = without_peak(cluster, layout.precision), known.own_runs(shape, layout)
-    notes += filter(None, more)
+    prices = pricing(cluster)
+    peak, seconds = prices.price(shape, layout)
+    notes += filter(None, (without_peak(cluster, layout.precision), prices.own_runs(shape, layout)))
     near = None
-    if not peak.fits(cluster.memory_bytes, known.usable_share):
+    if not peak.fits(cluster.memory_bytes, prices.usable_share):
         # Only a layout that does not fit needs a search.
         from moemesh.planner.search.rival import instead
 
@@ -415,7 +415,7 @@ def estimate(
         causal=count_flops(shape, layout.seq_len, "causal"),
         memory=memory,
         peak=peak,
-        pricing=known,
+        pricing=prices,
         traffic=traffic,
         seconds=seconds,
         notes=(*notes, note),
@@ -423,15 +423,16 @@ def estimate(
         worst_routing=worst_routing(model, layout, plan, memory.worst.rank * layout.stage_ranks),
         instead=near,
         config=model.config,
-        plan=given,
+        plan=given_plan,
     )
 
 
 def _traffic(
     model: Model, plan: Plan | None, layout: PlannedLayout, pp_rank: int, settings: dict[str, Any]
 ) -> tuple[Ledger, str]:
-    """The ledger of one rank with a note on it. It is exact to the byte if `moemesh train` supports
-    the plan, with more `settings` of :func:`predict_ledger`; else it is made of closed forms."""
+    """The ledger of the first rank of pipeline rank `pp_rank`, with a note on it. It is exact to
+    the byte if `moemesh train` supports the plan (`settings` are keywords of
+    :func:`predict_ledger`), else it is made of closed forms."""
     exact: Plan | str
     if (config := model.config) is None:
         exact = model.why_not
@@ -446,17 +447,17 @@ def _traffic(
             f"traffic: closed forms of the large collectives, pipeline rank {pp_rank}, uniform "
             f"routing; not to the byte: {exact}"
         )
-    rank, other = pp_rank * layout.stage_ranks, (pp_rank + 1) * layout.stage_ranks - 1
+    rank, last = pp_rank * layout.stage_ranks, (pp_rank + 1) * layout.stage_ranks - 1
     of_rank = partial(predict_ledger, config, exact, **layout.step_sizes, **settings)
     ledger = of_rank(rank=rank)
     note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
-    if exact.data == "parameter_server" and other != rank:
+    if exact.data == "parameter_server" and last != rank:
         # A server and a worker send different bytes of gradients and weights.
-        names, both = ("gradients", "weights"), (ledger, of_rank(rank=other))
-        sums = [sum(item.total(caller=name).wire_bytes for name in names) for item in both]
+        callers, ledgers = ("gradients", "weights"), (ledger, of_rank(rank=last))
+        sums = [sum(item.total(caller=name).wire_bytes for name in callers) for item in ledgers]
         by_server, by_worker = map(format_bytes, sums)
         note += f"; it serves weights: with gradients {by_server} are sent by it, "
-        note += f"{by_worker} by rank {other}"
+        note += f"{by_worker} by rank {last}"
     return ledger, note
 
 
@@ -525,13 +526,14 @@ def estimate_run(
     train, data = config.train, config.data
     sizes = {"seq_len": data.seq_len, "global_batch": data.global_batch}
     layout = from_plan(config.plan, config.model, **sizes, dtype=train.dtype)
-    # State tensors that the optimizer keeps of a trained number, on average.
+    # The layout has the bytes of AdamW's two states per trained number; this optimizer may have
+    # fewer, on average over the tensors.
     weights = tuned_tensors(config.model, config.plan, config.tuning)
-    sizes_of = {one.name: prod(one.shape) for one in weights if one.trains}
+    sizes_of = {weight.name: prod(weight.shape) for weight in weights if weight.trains}
     kept = sum(size * train.num_states(name) for name, size in sizes_of.items())
     if layout.optimizer_bytes and sizes_of and (fewer := 2 - kept / sum(sizes_of.values())):
-        size = round(layout.optimizer_bytes - fewer * layout.gradient_bytes, 2)
-        layout = layout.changed(optimizer_bytes=size)
+        per_number = round(layout.optimizer_bytes - fewer * layout.gradient_bytes, 2)
+        layout = layout.changed(optimizer_bytes=per_number)
     text, layout = layout.text, layout.changed(**trained_shares(config))
     priced = estimate(known, layout, machine, config.plan, rank=rank, run=config)
     priced = replace(priced, text=text)
@@ -540,7 +542,7 @@ def estimate_run(
     if isinstance(plan, str):
         note = f"memory and traffic follow from the shares of weights that train: {plan}"
         return priced if is_full else replace(priced, notes=(*priced.notes, note))
-    # The same prediction as in the run's files.
+    # Memory of every pipeline rank as the run's files predict it.
     short, batch = _shortened(plan, data.global_batch)
     short = replace(config, plan=short, data=data.model_copy(update={"global_batch": batch}))
     of_rank = partial(predicted_memory, short, on_cpu=False)

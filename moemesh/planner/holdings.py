@@ -39,12 +39,13 @@ class AxisGroups(NamedTuple):
 class RankShare:
     """The part of a model and of a step's batch that one rank holds; all indices from 0.
 
-    ``stages`` of the pipeline and the ``layers`` of each; rows of the ``vocabulary`` on ranks with
-    one of its two tables, else none. In every layer of this rank: query ``heads``, ``kv_heads`` (in
-    latent attention equal to the heads), routed ``experts`` and the ``expert_columns`` of each
-    expert's width. In every step: ``sequences`` of the global batch and the ``positions`` of each,
-    as runs; ``tokens`` of the first (the largest) microbatch in the residual stream, after the cut
-    by tp. ``parameters``: number of parameters.
+    ``at`` are the rank's coordinates, ``stages`` its pipeline stages, ``layers`` the layers of
+    each. ``vocabulary`` are its rows of the embedding or the head, none on a rank without either.
+    Every layer on the rank has its query ``heads``, ``kv_heads`` (equal to ``heads`` in latent
+    attention), routed ``experts`` and ``expert_columns`` of each expert's width. Every step has its
+    ``sequences`` of the global batch and the ``positions`` of each, as runs. ``tokens`` is the
+    number of tokens of the first (the largest) microbatch in its residual stream, after the cut by
+    tp; ``parameters`` the number of its parameters.
     """
 
     rank: int
@@ -81,8 +82,10 @@ class Holdings:
             except ValueError as error:
                 problem = Problem.of("schedule", "plan.schedule", plan.schedule, str(error))
                 raise ConfigError([problem]) from None
-        # Caches: many ranks share few different places.
+        # Caches of values that many ranks share.
+        #: Pipeline rank -> tensors, and whether a vocabulary table and experts are among them.
         self._held: dict[int, tuple[list[ParameterTensor], bool, bool]] = {}
+        #: (pp, tp, ep, etp) -> number of parameters.
         self._parameters: dict[tuple[int, ...], int] = {}
 
     @classmethod
@@ -149,22 +152,24 @@ class Holdings:
         return {name: at[name] for name in AXES}
 
     def share(self, rank: int) -> RankShare:
-        """The shares of one rank of the plan; it needs a model."""
+        """The share of one rank. The holdings must have a model."""
         model, placement, plan = self.model, self._placement, self.plan
         assert model is not None and placement is not None and 0 <= rank < self.world_size
         at = self.coordinates(rank)
         if at["pp"] not in self._held:
-            held = placement.held(at["pp"])
-            has_table = not {"embedding.weight", "head.weight"}.isdisjoint(t.name for t in held)
-            self._held[at["pp"]] = held, has_table, any(tensor.is_expert for tensor in held)
-        held, has_table, has_experts = self._held[at["pp"]]
+            tensors = placement.held(at["pp"])
+            names = {tensor.name for tensor in tensors}
+            has_table = not names.isdisjoint({"embedding.weight", "head.weight"})
+            self._held[at["pp"]] = tensors, has_table, any(tensor.is_expert for tensor in tensors)
+        tensors, has_table, has_experts = self._held[at["pp"]]
         stages = tuple(placement.stages(at["pp"]))
-        # Tensor parallelism cuts heads; with grouped queries those of keys and values.
-        groups = model.kv_heads
-        kv_heads, each = shard_range(groups, plan.tp, at["tp"]), model.num_heads // groups
+        # Tensor parallelism cuts key/value heads, each with the query heads of its group.
+        kv_heads = shard_range(model.kv_heads, plan.tp, at["tp"])
+        group_size = model.num_heads // model.kv_heads
         place = at["pp"], at["tp"], at["ep"], at["etp"]
         if place not in self._parameters:
-            self._parameters[place] = sum(tensor.local_elements(self.layout, at) for tensor in held)
+            sizes = (tensor.local_elements(self.layout, at) for tensor in tensors)
+            self._parameters[place] = sum(sizes)
         sequences = placement.sequences(self.global_batch, at["dp"], 0)
         slices = range(placement.schedule.num_slices)
         positions = max(placement.positions(at["cp"], part) for part in slices)
@@ -178,7 +183,7 @@ class Holdings:
             stages=stages,
             layers=tuple(tuple(placement.layers_of(stage)) for stage in stages),
             vocabulary=shard_range(model.vocab_size if has_table else 0, plan.tp, at["tp"]),
-            heads=range(kv_heads.start * each, kv_heads.stop * each),
+            heads=range(kv_heads.start * group_size, kv_heads.stop * group_size),
             kv_heads=kv_heads,
             experts=shard_range(num_experts, plan.ep, at["ep"]),
             expert_columns=shard_range(width, plan.etp, at["etp"]),
@@ -194,7 +199,8 @@ class Holdings:
         if self.model is None:
             rows = [{"rank": r, "node": self.node_of(r), "at": self.coordinates(r)} for r in chosen]
         else:
-            rows = [{k: _plain(v) for k, v in vars(self.share(r)).items()} for r in chosen]
+            shares = (vars(self.share(rank)) for rank in chosen)
+            rows = [{name: _plain(value) for name, value in share.items()} for share in shares]
         return {
             "world_size": self.world_size,
             "nodes": self.num_nodes,

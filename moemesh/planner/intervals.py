@@ -47,7 +47,7 @@ class Interval(NamedTuple):
 
     @classmethod
     def around(cls, value: float, width: float) -> Interval:
-        """The interval of `width` in logarithms."""
+        """The interval whose half is `width` in logarithms."""
         return cls(value / exp(width), value * exp(width))
 
 
@@ -78,10 +78,10 @@ class MemoryErrors:
 
     def _needing_at_most(self, x: float) -> float:
         """Share of runs that need at most e^x times the prediction."""
-        places, shares = self._isotonic
-        if x >= places[-1]:
+        margins, shares = self._isotonic
+        if x >= margins[-1]:
             return 1.0
-        below = bisect_right(places, x)
+        below = bisect_right(margins, x)
         return shares[below - 1] if below else 0.0
 
     @cached_property
@@ -210,8 +210,8 @@ _NORMAL_80 = 1.2816
 
 
 def fits_chance(needed: float, capacity: float, width: float) -> float:
-    """Probability, 0 to 1, that `capacity` bytes suffice, for a normal error with an 80 % interval
-    of `width`."""
+    """Probability, 0 to 1, that `capacity` bytes suffice if the error is normal; `width` is half of
+    its 80 % interval, in logarithms."""
     return NormalDist(0.0, width / _NORMAL_80).cdf(log(capacity / needed))
 
 

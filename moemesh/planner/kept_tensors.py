@@ -1,13 +1,13 @@
 """Tensors that a layer keeps for its backward, as a table: bytes per token, and their division.
 
-With w bytes an element (2 in the 16-bit formulas of the sources) and t tensor ranks; "tokens" are
-divided by t only with sequence parallelism. Each :class:`KeptTensor` is a row of the sources'
-tables. A GPT layer comes to s b h (34 + 5 a s / h) (Korthikanti et al., arXiv:2205.05198, equation
-1), a modern one to 12 h + 4 h_kv + 8 f a token. An MoE layer replaces the MLP line by router logits
-4 E, and for each of k copies: the permuted row w h, gate and up 2 w f_e, product w f_e, the result
-w h; shared experts as an MLP. *Expert parallelism divides none of these*: every rank brings its own
-tokens and a balanced exchange conserves them. Expert-tensor parallelism gathers tokens (x) and cuts
-f_e (1/x): the width terms cancel, the terms with h grow.
+An element has w bytes (2 in the 16-bit formulas of the sources). Each :class:`KeptTensor` is a row
+of the sources' tables. A GPT layer comes to s b h (34 + 5 a s / h) bytes (Korthikanti et al.,
+arXiv:2205.05198, equation 1), a modern one to 12 h + 4 h_kv + 8 f per token. An MoE layer replaces
+the rows of the MLP by the router's logits, 4 E, and for each of k copies of a token: the permuted
+row w h, gate and up 2 w f_e, their product w f_e, the result w h. Shared experts count as an MLP.
+*Expert parallelism divides none of these*: every rank brings its own tokens, and a balanced
+exchange conserves their number. Expert-tensor parallelism of degree x has x times the tokens and
+f_e / x: terms with f_e keep their size, terms with h grow.
 
 These are the tensors of trainers on GPUs with fused kernels. The kernels of a CPU keep others,
 which :mod:`moemesh.planner.traffic.own_memory` lists for a run of ours.
@@ -46,8 +46,8 @@ class ActivationBytes(NamedTuple):
 
 
 class KeptTensor(NamedTuple):
-    """Bytes per token that an operation keeps, with their division over ranks. They are recomputed
-    instead if the layout's recomputation includes one of `recomputed_by`."""
+    """Bytes per token (`size`) that an operation keeps, with their division over ranks. The tensor
+    is not kept if the layout's recomputation includes one of `recomputed_by`."""
 
     cut: Cut
     size: float
@@ -85,8 +85,8 @@ def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterato
         yield KeptTensor("width", 4 * heads)
     else:
         # The scores (masked by the window, if any), and dropout's copy and mask of them.
-        each = 2 * w + 1 if has_dropout else w
-        yield KeptTensor("width", each * layout.seq_len * heads, ("attention",))
+        per_score = 2 * w + 1 if has_dropout else w
+        yield KeptTensor("width", per_score * layout.seq_len * heads, ("attention",))
     #: MLPs without their input: (division over ranks, copies of a token, width, recomputed by).
     mlps: list[tuple[Cut, float, int, tuple[str, ...]]] = []
     if moe:
@@ -99,6 +99,7 @@ def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterato
         mlps.append(("width", 1, shape.intermediate_size, ()))
     unfused = shape.gated and not layout.fused_activation
     for cut, copies, width, recomputed_by in mlps:
+        # Gate and up, their product, and the activation's output if its kernel is not fused.
         inner = copies * (w * width)
         yield KeptTensor(cut, (2 if shape.gated else 1) * inner, recomputed_by)
         yield KeptTensor(cut, (1 + unfused) * inner, (*recomputed_by, "activation"))
@@ -111,7 +112,7 @@ def routed_copies(shape: ModelShape, layout: PlannedLayout) -> float:
 
 
 def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> ActivationBytes:
-    """Saved bytes of one layer under the layout's recomputation."""
+    """Bytes that one layer keeps under the layout's recomputation."""
     w, hidden = layout.element_bytes, shape.hidden_size
     if "full" in layout.recompute:
         return ActivationBytes(tokens=w * hidden)
@@ -137,10 +138,10 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Act
 class ChunkBytes:
     """Activation bytes of layers under one layout, computed once for each kind of layer.
 
-    ``once`` bytes of a layer are kept from its forward to its backward under the layout's
-    recomputation, ``whole`` bytes without recomputation: they exist while its backward runs.
-    `allocated` maps a layer's tensors to bytes of one microbatch on one rank; by default it is
-    their size.
+    A layer keeps ``stored`` bytes from its forward to its backward under the layout's
+    recomputation. Without recomputation it would keep ``whole`` bytes, which exist while its
+    backward runs. `allocated` maps a layer's tensors to bytes of one microbatch on one rank; by
+    default it is their size.
     """
 
     def __init__(
@@ -150,16 +151,16 @@ class ChunkBytes:
         allocated: Callable[[ActivationBytes], Number] | None = None,
     ) -> None:
         bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
-        exact = partial(ActivationBytes.on_rank, layout=layout)
-        as_whole = allocated or exact
+        exact_size = partial(ActivationBytes.on_rank, layout=layout)
+        whole_size = allocated or exact_size
         # A layer that is recomputed as a whole keeps only its input.
-        at_once = exact if "full" in layout.recompute else as_whole
+        stored_size = exact_size if "full" in layout.recompute else whole_size
 
         @cache
         def layer(kind: LayerKind) -> tuple[Number, Number]:
-            """(once, whole) of one layer on one rank."""
-            once = at_once(layer_kept(shape, kind, layout))
-            return once, as_whole(layer_kept(shape, kind, bare)) if layout.recompute else once
+            """(stored, whole) of one layer on one rank."""
+            stored = stored_size(layer_kept(shape, kind, layout))
+            return stored, whole_size(layer_kept(shape, kind, bare)) if layout.recompute else stored
 
         self.layer = layer
         #: Cache of :func:`rank_memory`: rank -> bytes of its activations at its peak.
@@ -170,9 +171,9 @@ class ChunkBytes:
         recomputed; None: all are."""
         total: Number = 0.0
         for kind, number in layers.items():
-            once, whole = self.layer(kind)
+            stored, whole = self.layer(kind)
             if limit is None or number <= limit:
-                total = total + number * once
+                total = total + number * stored
             else:
-                total = total + (limit * once + (number - limit) * whole)
+                total = total + (limit * stored + (number - limit) * whole)
         return total

@@ -162,8 +162,9 @@ def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
         if (value := getattr(plan, key)) not in values:
             return f"{key} = {value} has no prediction of its bytes"
     is_auto = plan.dispatcher == "auto"
-    alone = plan.ep * plan.etp == 1 or plan.spreads_replicas
-    if is_auto and not alone:
+    # Without an exchange, and with spare slots, auto is always all_to_all.
+    is_decided = plan.ep * plan.etp == 1 or plan.spreads_replicas
+    if is_auto and not is_decided:
         return "dispatcher = auto is chosen on the ranks themselves"
     forwards = plan.microbatches * plan.num_stages * plan.num_slices
     if forwards > LARGEST_LEDGER:
@@ -179,7 +180,8 @@ def trained_shares(config: RunConfig) -> dict[str, float | bool | str]:
     tuning = config.tuning
     if tuning.is_full:
         return {}
-    own, trained = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+    # Parameters of the model, and trained ones with adapters; the keys are `is_expert`.
+    existing, trained = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
     only_adapters = True
     for tensor in tensors(config.model, Plan()):
         experts = tensor.shape[0] if tensor.is_expert else 0
@@ -187,13 +189,13 @@ def trained_shares(config: RunConfig) -> dict[str, float | bool | str]:
         numbers, is_new = prod(tensor.shape), is_adapter(tensor.name)
         trained[tensor.is_expert] += share * numbers
         if not is_new:
-            own[tensor.is_expert] += numbers
+            existing[tensor.is_expert] += numbers
             only_adapters = only_adapters and not share
     return {
         "adapters": only_adapters and bool(config.lora.rank),
         "base": config.lora.base,
-        "trained_dense": trained[False] / max(own[False], 1),
-        "trained_experts": trained[True] / max(own[True], 1),
+        "trained_dense": trained[False] / max(existing[False], 1),
+        "trained_experts": trained[True] / max(existing[True], 1),
     }
 
 
@@ -203,7 +205,7 @@ def trained_shares(config: RunConfig) -> dict[str, float | bool | str]:
 PLANS = "plans"
 
 _LAYOUT_FIELDS = {item.name: item for item in fields(PlannedLayout)}
-#: Keys that the command sets instead of a plan.
+#: Keys of a layout that are options of the command instead of keys of a plan.
 _BATCH = ("seq_len", "global_batch")
 _KNOWN = tuple(
     dict.fromkeys(key for key in (*Plan.model_fields, *_LAYOUT_FIELDS) if key not in _BATCH)
@@ -211,7 +213,7 @@ _KNOWN = tuple(
 _RECOMPUTE_CHOICES: tuple[str, ...] = get_args(Recompute)
 
 
-#: Keys of a Plan that are other fields of a layout.
+#: Keys of a Plan that a layout has under another name.
 _TRANSLATED = {"data", "microbatches", "recompute_attention", "recompute_experts"}
 
 
@@ -270,7 +272,7 @@ def read_plan(
 def _read(
     known: Mapping[str, Any], batch: Mapping[str, int], config: ModelConfig | None
 ) -> ReadLayout:
-    """The layout of legal names of keys, whose stages are cut as those of `config`."""
+    """The layout of known keys and a batch; its stages are cut as in a run of `config`."""
     # Recomputed parts of a list like "norm+moe"; None for a value of plan.recompute.
     parts, recompute = None, known.get("recompute", "none")
     if isinstance(recompute, str) and recompute not in _RECOMPUTE_CHOICES:
@@ -282,14 +284,15 @@ def _read(
             raise ConfigError([problem])
     extra = {key: value for key, value in known.items() if key not in Plan.model_fields}
     is_plan = parts is None and extra.keys() <= {"dtype", "microbatch"}
-    # Keys of a Plan are read first, except for a list of recomputed parts. The default of a
-    # microbatch is one sequence.
+    # Keys of a Plan are read first, except for a list of recomputed parts. A layout that is not a
+    # plan has one sequence per microbatch by default.
     values = {key: value for key, value in known.items() if key not in extra}
     if parts is not None:
         del values["recompute"]
-    each = known.get("microbatch", None if is_plan else 1)
-    if isinstance(each, int) and each > 0 and (is_plan or "microbatches" not in known):
-        values["microbatches"] = batch["global_batch"] // max(values.get("dp", 1), 1) // each
+    microbatch = known.get("microbatch", None if is_plan else 1)
+    is_legal = isinstance(microbatch, int) and microbatch > 0
+    if is_legal and (is_plan or "microbatches" not in known):
+        values["microbatches"] = batch["global_batch"] // max(values.get("dp", 1), 1) // microbatch
     leaves = {f"plan.{key}": Leaf(value=value, origin="") for key, value in values.items()}
     plan, problems = build_section(Plan, leaves)
     if not problems:
@@ -308,7 +311,7 @@ def _read(
         hints = get_type_hints(PlannedLayout)
         for key, value in extra.items():
             default: object = _LAYOUT_FIELDS[key].default
-            # A field without a value by default has the first type of its annotation.
+            # A field whose default is None has the first type of its annotation.
             kind = get_args(hints[key])[0] if default is None else type(default)
             is_whole = kind is float and isinstance(value, int)
             if type(value) is not kind and value is not default and not is_whole:
@@ -399,10 +402,10 @@ def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[
         elif value > LARGEST_SIZE:
             message, fix = f"{name} must be at most {LARGEST_SIZE}", f"{option} {LARGEST_SIZE}"
             problems.append(Problem.of("out-of-range", name, value, message, fix))
-    key, each = "plan.microbatch", table.get("microbatch", 1)
-    if isinstance(each, int) and each < 1:
-        message = f"a microbatch is at least 1 sequence, not {each}"
-        problems.append(Problem.of("out-of-range", key, each, message, "microbatch = 1"))
+    key, size = "plan.microbatch", table.get("microbatch", 1)
+    if isinstance(size, int) and size < 1:
+        message = f"a microbatch is at least 1 sequence, not {size}"
+        problems.append(Problem.of("out-of-range", key, size, message, "microbatch = 1"))
     if "microbatch" in table and "microbatches" in table:
         message = "microbatch (sequences each) and microbatches (their number) exclude each other"
         problems.append(Problem.of("conflict", key, None, message, "keep one of them"))

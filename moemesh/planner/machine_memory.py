@@ -13,9 +13,10 @@ from moemesh.planner.traffic.own_memory import predicted_memory
 from moemesh.trace.machine import physical_bytes
 from moemesh.trace.memory_profile import format_bytes
 
-#: Largest number of ranks that may be meant for one machine: memory is predicted for each.
+#: Largest number of ranks for which :func:`memory_warning` predicts memory: more are meant for
+#: several machines.
 MOST_RANKS = 8
-#: Shortest proposed sequences in tokens.
+#: Length of the shortest proposed sequences, in tokens.
 _SHORTEST = 64
 
 
@@ -26,33 +27,33 @@ class TooLargeError(UserError):
 def refuse_too_large(
     config: RunConfig, memory_bytes: int | None = None, *, on_cpu: bool = True
 ) -> None:
-    """Raise TooLargeError if weights, gradients and optimizer of all ranks of a run on this
-    machine's CPU exceed its memory, or not `on_cpu` what its ranks offload to the host;
-    `memory_bytes` None: the memory of this machine."""
+    """Raise TooLargeError if the states of a run exceed `memory_bytes` (None: those of this
+    machine). `on_cpu` these are weights, gradients and optimizer of all ranks, else what the ranks
+    of one node offload to its host."""
     available = physical_bytes() if memory_bytes is None else memory_bytes
     plan = config.plan
     if not on_cpu and plan.offload == "none":
         return
-    what = "weights, gradients and optimizer" if on_cpu else "gradients and optimizer on the host"
+    states = "weights, gradients and optimizer" if on_cpu else "gradients and optimizer on the host"
     needed = 0
     for rank in range(plan.world_size if on_cpu else plan.ranks_per_node or plan.world_size):
         profile = predicted_memory(config, rank, on_cpu=on_cpu)
         needed += profile.peak - profile.activations if on_cpu else profile.host
         if needed <= available:
             continue
-        counted = f"{plan.world_size} rank(s)"
+        ranks = f"{plan.world_size} rank(s)"
         if rank + 1 < plan.world_size:
-            counted = f"the first {rank + 1} of {counted} alone"
-        other = "" if on_cpu else "plan.offload = none, "
+            ranks = f"the first {rank + 1} of {ranks} alone"
+        setting = "" if on_cpu else "plan.offload = none, "
         raise TooLargeError(
-            f"{format_bytes(needed)} for {what} of {counted}, this machine has "
-            f"{format_bytes(available)}: take {other}a smaller model (model.preset, "
+            f"{format_bytes(needed)} for {states} of {ranks}, this machine has "
+            f"{format_bytes(available)}: take {setting}a smaller model (model.preset, "
             "model.num_layers), or more machines; `moemesh estimate` and `moemesh plan` find them"
         )
 
 
 def predicted_peaks(config: RunConfig) -> int:
-    """Sum of the peaks of all ranks."""
+    """Predicted bytes: the sum of the peaks of all ranks."""
     return sum(predicted_memory(config, rank).peak for rank in range(config.plan.world_size))
 
 

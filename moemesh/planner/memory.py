@@ -14,10 +14,10 @@ w = 2, g = 4, o = 12 is Megatron's mixed precision (18 bytes), g = 2 the ZeRO pa
 dp cp for dense weights and D_e = dp cp tp / (ep etp) for experts, which are summed separately. S of
 the N ranks are servers; the most loaded rank is a server.
 
-Activations of a rank are its stages' (:mod:`moemesh.planner.kept_tensors`) times the microbatches
-of each in flight, and weights are multiplied by the versions that it stores; both numbers come from
-the schedule (:mod:`moemesh.schedule.step`). Every number of a layout may be a numpy column, one
-entry per layout: a search evaluates the layouts of a family with the same formulas in one call.
+The activations of a rank are those of its stages (:mod:`moemesh.planner.kept_tensors`), each times
+the microbatches that it has in flight. Weights are multiplied by the number of their versions. Both
+factors come from the schedule (:mod:`moemesh.schedule.step`). Every number of a layout may be a
+numpy column, one entry per layout: a search evaluates a family of layouts in one call.
 
 Sources: arXiv:1910.02054 (ZeRO), arXiv:2205.05198 (activations), arXiv:2104.04473 (interleaving),
 arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
@@ -55,7 +55,7 @@ def chunk_bytes(shape: ModelShape, layout: PlannedLayout) -> Number:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank of pipeline rank `rank`, each part at its own maximum."""
+    """Bytes of one rank at pipeline rank `rank`; each part is at its own maximum over the step."""
 
     rank: int
     dense_weights: float
@@ -129,8 +129,8 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
     the rank's i-th stage."""
     if np.ndim(layout.microbatches) == 0:
         return _most(alive(pipeline_step(layout))[rank], kept)
-    # The number of microbatches varies along the first axis only, and many numbers have the same
-    # microbatches in flight.
+    # Microbatch counts vary along the first axis only. Those with the same microbatches in flight
+    # are evaluated together.
     step, numbers = pipeline_step(layout, 1), np.ravel(layout.microbatches)
     groups: defaultdict[tuple[tuple[float, ...], ...], list[int]] = defaultdict(list)
     for count in np.unique(numbers).tolist():
@@ -144,7 +144,8 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
 
 
 def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Number:
-    """Maximum over the moments of microbatches times bytes, summed over the rank's stages."""
+    """Maximum over `moments` of the bytes of all stages; a moment has the number of microbatches in
+    flight on each stage, `kept` their bytes."""
     most: Number = 0.0
     for counts in moments:
         now: Number = 0.0
@@ -154,11 +155,11 @@ def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Numbe
     return most
 
 
-def _saved(
+def _nf4_savings(
     shape: ModelShape, layout: PlannedLayout, kinds: Mapping[LayerKind, int]
 ) -> list[Number]:
-    """Bytes that a base in NF4 saves in the dense and the expert weights of a number of layers of
-    each kind on one rank."""
+    """Bytes on one rank that a base in NF4 saves in the dense and in the expert weights; `kinds`
+    has the number of layers of each kind."""
     packed, whole = WeightCounts(), layout.attention_exit == "all_to_all"
     if layout.base == "nf4":
         for kind, number in kinds.items():
@@ -183,23 +184,27 @@ def _unsharded(
     has_replicas = layout.dense_replicas > 1, layout.edp > 1
     shares = layout.trained_dense, layout.trained_experts
 
-    def unit(numbers: Iterable[Number], saved: Iterable[Number]) -> Number:
-        most: Number = 0.0
-        for held, less, share, is_cut in zip(numbers, saved, shares, has_replicas, strict=True):
-            gathered = 2 * (w * held - less) * (layout.reshard != "step")
-            most = most + where(is_cut, gathered + w * share * held, 0.0)
-        return most
+    def unit(numbers: Iterable[Number], savings: Iterable[Number]) -> Number:
+        """Bytes for one unit's dense and expert weights."""
+        total: Number = 0.0
+        for size, saving, share, is_cut in zip(numbers, savings, shares, has_replicas, strict=True):
+            gathered = 2 * (w * size - saving) * (layout.reshard != "step")
+            total = total + where(is_cut, gathered + w * share * size, 0.0)
+        return total
 
     largest: Number = 0.0
     if content.has_embedding or content.has_head:
         largest = unit((shape.vocab_size * shape.hidden_size / layout.tp, 0.0), (0.0, 0.0))
     for kind in content.kinds:
         numbers = layer_weights(shape, kind.moe).on_rank(layout)
-        largest = maximum(largest, unit(numbers, _saved(shape, layout, {kind: 1})) + block)
+        largest = maximum(largest, unit(numbers, _nf4_savings(shape, layout, {kind: 1})) + block)
     if layout.reshard == "step":
-        whole = zip(weights.on_rank(layout), _saved(shape, layout, content.kinds), strict=True)
-        for (held, less), is_cut in zip(whole, has_replicas, strict=True):
-            largest = largest + where(is_cut, w * held - less, 0.0)
+        # All weights stay gathered until the step ends.
+        savings = _nf4_savings(shape, layout, content.kinds)
+        for size, saving, is_cut in zip(
+            weights.on_rank(layout), savings, has_replicas, strict=True
+        ):
+            largest = largest + where(is_cut, w * size - saving, 0.0)
     return largest
 
 
@@ -215,24 +220,26 @@ def _rank_states(
     trained = layout.trained_dense * dense, layout.trained_experts * expert
     versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
     kinds = Stages.of(shape, layout, microbatches=1).contents[rank].kinds
-    saved = _saved(shape, layout, kinds)
+    savings = _nf4_savings(shape, layout, kinds)
     shards, sharded = (layout.dense_shards, layout.expert_shards), SHARDED_STATES[layout.data]
     cut_w, cut_g, cut_o = (
         shards if state in sharded else (1, 1) for state in ("weights", "gradients", "optimizer")
     )
     if layout.parameter_server:
         cut_o = min(layout.servers, layout.dense_replicas), min(layout.servers, layout.edp)
-    numbers = trained[0] / cut_o[0] + trained[1] / cut_o[1]
-    optimizer: dict[str, Number] = {"optimizer": layout.optimizer_bytes * numbers}
+    updated = trained[0] / cut_o[0] + trained[1] / cut_o[1]
+    optimizer: dict[str, Number] = {"optimizer": layout.optimizer_bytes * updated}
     if layout.offload != "none":
-        # The host also gets the gradients, and masters of weights that are as wide as these.
+        # The host also holds gradients, and a copy of weights that are as wide as gradients:
+        # masters of narrower weights are among the optimizer's bytes.
         wide = layout.gradient_bytes
         masters = 0 if layout.element_bytes < wide else wide
-        host = (layout.optimizer_bytes + masters + wide) * numbers
+        host = (layout.optimizer_bytes + masters + wide) * updated
         optimizer = {"optimizer": 0.0, "host": host}
     return weights, {
-        "dense_weights": (versions * (dense + layout.adapters * trained[0]) - saved[0]) / cut_w[0],
-        "expert_weights": (versions * (expert + layout.adapters * trained[1]) - saved[1])
+        "dense_weights": (versions * (dense + layout.adapters * trained[0]) - savings[0])
+        / cut_w[0],
+        "expert_weights": (versions * (expert + layout.adapters * trained[1]) - savings[1])
         / cut_w[1],
         "gradients": layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
         **optimizer,
@@ -246,8 +253,8 @@ def rank_memory(
     chunks: ChunkBytes | None = None,
     states: tuple[WeightCounts, dict[str, Number]] | None = None,
 ) -> RankMemory:
-    """Every part of one pipeline rank's memory, on its most loaded member. `chunks` and `states`
-    are the layout's, if already computed."""
+    """Every part of the memory at one pipeline rank, on the most loaded of its ranks. `chunks` and
+    `states` are the layout's, if already computed."""
     chunks = chunks or ChunkBytes(shape, layout)
     weights, state_bytes = states or _rank_states(shape, layout, rank)
     content = Stages.of(shape, layout, microbatches=1).contents[rank]
@@ -262,12 +269,13 @@ def rank_memory(
         logits = logits + 2 * w * layout.token_shard * shape.hidden_size
     if rank not in chunks.held:
         limit = layout.recompute_layers
-        share = None if limit is None else limit / len(content.chunks)
+        limit_of_stage = None if limit is None else limit / len(content.chunks)
+        # Full recomputation rebuilds one layer at a time.
         work: Number = 0.0
         for kind in content.kinds if "full" in layout.recompute else ():
-            once, whole = chunks.layer(kind)
-            work = maximum(work, whole - once)
-        kept = [chunks.chunk(chunk, share) for chunk in content.chunks]
+            stored, whole = chunks.layer(kind)
+            work = maximum(work, whole - stored)
+        kept = [chunks.chunk(chunk, limit_of_stage) for chunk in content.chunks]
         chunks.held[rank] = held(layout, rank, kept) + work
     # Buffers of communication: gathered inputs, unsharded units of ZeRO-3; a dequantized block.
     buffers: Number = 0.0
@@ -306,6 +314,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(shape: ModelShape, layout: PlannedLayout) -> MemoryEstimate:
+    """Required memory of every pipeline rank."""
     memory = partial(rank_memory, shape, layout, chunks=ChunkBytes(shape, layout))
     return MemoryEstimate(ranks=tuple(map(memory, range(layout.pp))))
 
@@ -439,7 +448,8 @@ class _Peaks:
                 whole = sum(self._states[key][0].on_rank(layout))
                 allocated = allocated + allocation.whole_bytes * whole
             required = exact.total
-            if allocation.logit_bytes < Allocation.logit_bytes:  # as a compiled loss
+            if allocation.logit_bytes < Allocation.logit_bytes:
+                # A compiled loss keeps fewer bytes per logit than the required tensors.
                 required = required - exact.logits + logits
             yield PeakMemory(
                 rank=rank,
@@ -453,17 +463,20 @@ class _Peaks:
             )
 
     def _layer_bytes(self, layout: PlannedLayout, tensors: ActivationBytes) -> Number:
-        """Bytes of a layer with the stack's overhead: norms, and kept scores."""
+        """Bytes that the stack allocates for the kept `tensors` of a layer: also for norms and
+        scores."""
         allocation, w, hidden = self.allocation, layout.element_bytes, self.shape.hidden_size
-        extra = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
+        unfused_norms = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
         shards = layout.tp if layout.sequence_parallel else 1
-        norms = layout.tokens * (2 * w * hidden * allocation.gathered_norms * (1 - 1 / shards))
+        gathered_share = allocation.gathered_norms * (1 - 1 / shards)
+        gathered_norms = layout.tokens * (2 * w * hidden * gathered_share)
         scores: Number = 0.0
         if (name := layout.attention_kernel) in KEEP_SCORES:
-            counted = layout.tokens * layout.seq_len * self.shape.num_heads / layout.tp
-            scores = (getattr(allocation, f"{name}_score_bytes") - w) * counted
-        size = tensors._replace(tokens=tensors.tokens + extra).on_rank(layout) + norms
-        return allocation.activation_scale * (size + scores)
+            num_scores = layout.tokens * layout.seq_len * self.shape.num_heads / layout.tp
+            # `tensors` has w bytes of each score.
+            scores = (getattr(allocation, f"{name}_score_bytes") - w) * num_scores
+        size = tensors._replace(tokens=tensors.tokens + unfused_norms).on_rank(layout)
+        return allocation.activation_scale * (size + gathered_norms + scores)
 
     def _parts_of(
         self, layout: PlannedLayout, rank: int, stages: Stages, chunks: ChunkBytes
@@ -477,9 +490,9 @@ class _Peaks:
             activations = activations + allocation.extra_in_flight * sum(kept)
         logits: Number = 0.0
         if content.has_head:
-            numbers = layout.tokens * shape.vocab_size
-            logits = allocation.logit_bytes * numbers / layout.tp
-            gathered = allocation.gathered_logit_bytes * numbers
+            num_logits = layout.tokens * shape.vocab_size
+            logits = allocation.logit_bytes * num_logits / layout.tp
+            gathered = allocation.gathered_logit_bytes * num_logits
             logits = logits + where(layout.tp > 1, gathered, 0.0)
             if layout.loss == "chunked":
                 logits = chunk_bytes(shape, layout)
@@ -488,13 +501,13 @@ class _Peaks:
         # The layer that runs: its tensors and scores, and a gradient.
         scores: Number = 0.0
         if (name := layout.attention_kernel) in KEEP_SCORES:
-            each = getattr(allocation, f"{name}_score_work")
-            scores = each * layout.tokens * layout.seq_len * shape.num_heads / layout.tp
+            per_score = getattr(allocation, f"{name}_score_work")
+            scores = per_score * layout.tokens * layout.seq_len * shape.num_heads / layout.tp
         working: Number = 0.0
         for kind in content.kinds:
-            once, whole = chunks.layer(kind)
-            # The kept input of the layer is one of its tensors.
-            work = whole - once if "full" in layout.recompute else 0.0
+            stored, whole = chunks.layer(kind)
+            # The stored input of the layer is one of its tensors.
+            work = whole - stored if "full" in layout.recompute else 0.0
             working = maximum(working, work + allocation.working_layers * whole + scores)
         if content.kinds and not layout.adapters:
             # The gradient of the largest matrix of a layer exists twice.
@@ -509,16 +522,18 @@ class _Peaks:
 
 @lru_cache(maxsize=4096)
 def worst_ranks(stages: Stages) -> tuple[int, ...]:
-    """Pipeline ranks among which the rank with the most memory is, for all other degrees. A rank is
-    left out if another one with the same ends (embedding, head) has at least its layers, its
+    """Pipeline ranks of which one has the most memory, whatever the other degrees are. A rank is
+    left out if another rank with the same ends (embedding, head) has at least its layers, its
     microbatches in flight and its versions of weights."""
     step = stages.step
     if step.ranks == 1:
         return (0,)
-    many = step.of(step.rounded_up(8 * step.ranks))
-    moments = alive(many)
+    # More microbatches than the pipeline holds in flight.
+    full = step.of(step.rounded_up(8 * step.ranks))
+    moments = alive(full)
 
-    def exceeds(rival: int, rank: int) -> bool:
+    def replaces(rival: int, rank: int) -> bool:
+        """Whether `rival` needs at least the memory of `rank`."""
         content, rival_content = stages.contents[rank], stages.contents[rival]
         return (
             (content.has_embedding, content.has_head)
@@ -528,7 +543,8 @@ def worst_ranks(stages: Stages) -> tuple[int, ...]:
                 for chunk, other in zip(content.chunks, rival_content.chunks, strict=True)
                 for kind, number in chunk.items()
             )
-            and weight_copies(many, rank) <= weight_copies(many, rival)
+            and weight_copies(full, rank) <= weight_copies(full, rival)
+            # At each moment of `rank`, some moment of `rival` has as many in flight on every stage.
             and all(
                 any(all(a <= b for a, b in zip(now, then, strict=True)) for then in moments[rival])
                 for now in moments[rank]
@@ -537,6 +553,6 @@ def worst_ranks(stages: Stages) -> tuple[int, ...]:
 
     kept: list[int] = []
     for rank in range(step.ranks):
-        if not any(exceeds(rival, rank) for rival in (*kept, *range(rank + 1, step.ranks))):
+        if not any(replaces(rival, rank) for rival in (*kept, *range(rank + 1, step.ranks))):
             kept.append(rank)
     return tuple(kept)

@@ -21,7 +21,7 @@ s_eff is s in the *full* convention and s/2 in the *causal* one, as published (t
 (s + 1)/2 keys per query, itself included); a window is an upper limit of it. Training is 3 F (the
 backward costs two forwards). Hardware FLOPs include recomputation.
 Sources: the models' papers and released configurations; arXiv:2104.04473 appendix, arXiv:2204.02311
-appendix B, arXiv:2412.19437 (both rates).
+appendix B, arXiv:2412.19437.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def layer_matmul(shape: ModelShape, moe: bool) -> int:
 def mlp_matmul(shape: ModelShape, moe: bool) -> int:
     """The part of :func:`layer_matmul` in the MLP: dense, or experts, shared experts and router."""
     hidden, width = shape.hidden_size, shape.intermediate_size
-    routed = 0
+    router_width = 0
     if moe:
         width = shape.experts_per_token * shape.expert_intermediate_size
         width += shape.shared_intermediate_size
-        routed = shape.num_experts + shape.shared_gate
-    return hidden * ((3 if shape.gated else 2) * width + routed)
+        router_width = shape.num_experts + shape.shared_gate
+    return hidden * ((3 if shape.gated else 2) * width + router_width)
 
 
 def core_flops(shape: ModelShape, seq_len: int, window: int, convention: Convention) -> float:
@@ -111,7 +111,7 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
         layers += number * (2.0 * layer_matmul(shape, kind.moe) + core)
     head, mtp = 2.0 * shape.hidden_size * shape.vocab_size, 0.0
     if shape.num_mtp_layers:
-        # Projection, layer and head.
+        # One extra prediction layer: projection 2h -> h, layer and head.
         kind = shape.mtp_kind
         core = core_flops(shape, seq_len, kind.window, convention)
         mtp = 4.0 * shape.hidden_size**2 + (2.0 * layer_matmul(shape, kind.moe) + core) + head
@@ -132,8 +132,9 @@ def training_flops(shape: ModelShape, seq_len: int, *, adapters: bool = False) -
     """Model FLOPs of training one token, with causal attention and extra prediction layers, without
     recomputation. Predicted and measured rates and MFU use them.
 
-    With `adapters` alone (and their own products, which are narrow, left out) the weights of the
-    model have no gradient: a product costs two forwards instead of three, an attention core three.
+    If only `adapters` train, the weights of the model have no gradient: a product costs two
+    forwards instead of three, an attention core still three. The adapters' own products are narrow
+    and not counted.
     """
     flops = count_flops(shape, seq_len, "causal")
     products = flops.forward - flops.attention + flops.mtp
@@ -143,9 +144,9 @@ def training_flops(shape: ModelShape, seq_len: int, *, adapters: bool = False) -
 def hardware_flops(flops: Flops, recompute: frozenset[str] = frozenset()) -> float:
     """FLOPs of one token that the device executes in training, recomputation included.
 
-    Full recomputation adds a forward (4 F in all), recomputing the attention core one core, gate
-    and up of the routed experts two of their three products. FlashAttention recomputes QK^T in its
-    backward: half a core.
+    Full recomputation adds a forward without the head (about 4 F in all). Recomputation of the
+    attention core adds one core, that of the routed experts their gate and up, two of three
+    products. FlashAttention recomputes QK^T in its backward: half a core.
     """
     total = flops.training
     if "full" in recompute:
@@ -183,7 +184,9 @@ class WeightCounts(NamedTuple):
 
 def _mlp_weights(shape: ModelShape, width: int) -> WeightCounts:
     """Parameters of one dense MLP of `width`; zero for width 0."""
-    inputs, bias = 2 if shape.gated else 1, shape.mlp_bias * (width > 0)
+    # Gate and up, or up alone.
+    inputs = 2 if shape.gated else 1
+    bias = shape.mlp_bias * (width > 0)
     return WeightCounts(
         sharded=(inputs + 1) * shape.hidden_size * width + bias * inputs * width,
         replicated=bias * shape.hidden_size,
@@ -232,7 +235,7 @@ def layer_parts(
     hidden, width = shape.hidden_size, shape.expert_intermediate_size
     inputs = 2 if shape.gated else 1
     expert = (inputs + 1) * hidden * width + shape.expert_bias * (inputs * width + hidden)
-    # The router and the shared gate, if any.
+    # The shared gate, if any, is counted with the router.
     router = (hidden + shape.router_logit_bias) * shape.num_experts + hidden * shape.shared_gate
     return {
         **parts,

@@ -29,21 +29,21 @@ from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.shown import Shown
 from moemesh.config.toml import format_value
 
-#: Kernels of the attention core: FlashAttention 2 or newer, the first one, a fused and a plain
-#: softmax that keep their scores, and the fused softmax of 2021, which writes all scores.
+#: Kernels of the attention core: FlashAttention 2 or newer, FlashAttention 1; a fused and a plain
+#: softmax, which keep their scores; the fused softmax of 2021, which writes all scores.
 AttentionKernel = Literal["flash", "first_flash", "fused", "eager", "masked"]
 Precision = Literal["bfloat16", "float16", "float32", "float64", "float8", "float4"]
 
-#: Parts that can be recomputed in the backward instead of kept: whole layers; or the attention core
-#: (scores), norms, the MLP's activation, gate and up of the routed experts ("experts") or all of
-#: their layer with its exchange ("moe"), the shared expert, the expansion of MLA's low ranks; or
-#: every second operator.
+#: Parts that can be recomputed in the backward instead of kept. "full" is whole layers, "attention"
+#: the attention core with its scores, "activation" that of the MLP; "experts" is gate and up of the
+#: routed experts, "moe" their whole layer with its exchange; "mla_up" is the expansion of MLA's low
+#: ranks, "operators" every second operator.
 RECOMPUTABLE = (
     "full", "attention", "norm", "activation", "experts", "moe", "shared_expert", "mla_up",
     "operators",
 )  # fmt: skip
 
-#: Fields on what trains; in a run these are keys of other sections than [plan].
+#: Fields on the weights that train; in a run they come from other sections than [plan].
 TRAINED = ("trained_dense", "trained_experts", "adapters", "base")
 
 #: Value of `plan.data` for each stage of ZeRO.
@@ -122,7 +122,7 @@ class PlannedLayout(MeshDegrees, Shown):
 
     #: 0 replicates; 1 shards optimizer states, 2 also gradients, 3 also weights.
     zero: int = 0
-    #: The optimizer's states are in the memory of the device, or of its host, which steps them.
+    #: The optimizer's states are on the device ("none"), or on its host, whose CPU updates them.
     offload: Offload = "none"
     #: Ranks push gradients to servers, which hold the optimizer, and pull weights from them.
     parameter_server: bool = False
@@ -145,6 +145,7 @@ class PlannedLayout(MeshDegrees, Shown):
     #: Loss in chunks of the vocabulary, as in `moemesh train`, or with all logits and a fused or
     #: plain softmax, as in other trainers.
     loss: Literal["chunked", "fused", "plain"] = "chunked"
+    #: None: the model's.
     dropout: bool | None = None
 
     #: Number type of the matrix products, and of stored weights and activations.
@@ -160,6 +161,7 @@ class PlannedLayout(MeshDegrees, Shown):
     adapters: bool = False
     #: Form of the weights of attention, MLPs and experts that do not train.
     base: Literal["same", "nf4"] = "same"
+    #: 0: all ranks are in one node.
     ranks_per_node: int = 0
     #: Load of the most loaded expert rank over the mean: multiplies routed rows on the worst rank.
     imbalance: float = 1.0
@@ -237,7 +239,7 @@ class PlannedLayout(MeshDegrees, Shown):
     @property
     def microbatches(self) -> int:
         """Microbatches of one step of one replica."""
-        # Rounded up twice, for whole numbers and for columns of them.
+        # Each division rounds up, with operators that also work on numpy columns.
         share = -(-self.global_batch // self.dp)
         return -(-share // self.microbatch)
 
@@ -258,7 +260,7 @@ class PlannedLayout(MeshDegrees, Shown):
 
     @property
     def step_sizes(self) -> dict[str, Any]:
-        """Sequences and number type of a step, as arguments of a run's predictions."""
+        """Sequence length, batch and number type, as keyword arguments of predictions of a run."""
         return {name: getattr(self, name) for name in ("seq_len", "global_batch", "dtype")}
 
     @property
@@ -298,15 +300,16 @@ class PlannedLayout(MeshDegrees, Shown):
             if name in ("zero", "parameter_server"):
                 name, value = "data", self.data
             elif name == "recompute":
-                words = (word for word, parts in RECOMPUTED.items() if parts == value)
+                words = (word for word, named in RECOMPUTED.items() if named == value)
                 value = next(words, "+".join(sorted(self.recompute)))
             parts.append(f"{name}={shown(value)}")
         return ",".join(parts)
 
 
 def widths(dtype: Precision) -> dict[str, Any]:
-    """Fields of a layout that follow from a run's number type: the products' type, gradients in 32
-    bits (64 with float64), two moments as wide, and masters of 16-bit weights."""
+    """Fields of a layout that follow from a run's number type: that of products, and bytes of a
+    gradient (4, or 8 with float64) and of optimizer states: two moments of the same width, and fp32
+    masters of 16-bit weights."""
     wide = 8 if dtype == "float64" else 4
     masters = 4 if dtype in ("bfloat16", "float16") else 0
     return {"precision": dtype, "gradient_bytes": wide, "optimizer_bytes": 2 * wide + masters}

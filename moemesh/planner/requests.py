@@ -31,7 +31,7 @@ HEADROOM_HELP = (
 )
 PRICE_HELP = "Price of a GPU-hour, such as 2.5: money beside hours. [default: the cluster's]"
 _NODES = "Nodes, instead of the cluster's own number."
-_LENGTH_WORDS = {"tokens": "any sign", "metavar": "S"}
+_LENGTH_KEYWORDS = {"tokens": "any sign", "metavar": "S"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PlanRequest:
 
     model: Annotated[ModelSource, MODEL_HELP, "M"]
     cluster: Annotated[ClusterSource, CLUSTER_HELP, "C"]
-    seq_len: Annotated[int, LENGTH_HELP, _LENGTH_WORDS]
+    seq_len: Annotated[int, LENGTH_HELP, _LENGTH_KEYWORDS]
     global_batch: Annotated[int, BATCH_HELP, "B"]
     nodes: Annotated[int | None, _NODES, "N"] = None
     #: Number of layouts that are kept; None keeps 5.
@@ -79,7 +79,7 @@ class EstimateRequest:
         "--global-batch: with its dtype and optimizer.",
         "FILE",
     ] = None
-    seq_len: Annotated[int | None, LENGTH_HELP, _LENGTH_WORDS] = None
+    seq_len: Annotated[int | None, LENGTH_HELP, _LENGTH_KEYWORDS] = None
     global_batch: Annotated[int | None, BATCH_HELP, "B"] = None
     rank: Annotated[
         str,
@@ -103,7 +103,7 @@ class PartitionRequest:
     cluster: Annotated[ClusterSource, CLUSTER_HELP, "C"]
     global_batch: Annotated[int, "Sequences (or images) of one step."]
     method: Annotated[str, "dp, ilp, random, learned, or all."] = "dp"
-    seq_len: Annotated[int, LENGTH_HELP, _LENGTH_WORDS] = 4096
+    seq_len: Annotated[int, LENGTH_HELP, _LENGTH_KEYWORDS] = 4096
     nodes: Annotated[int | None, _NODES, "N"] = None
     stages: Annotated[int | None, "Number of stages; of branching-alexnet, of devices."] = None
     microbatches: Annotated[int | None, "Microbatches of one step."] = None

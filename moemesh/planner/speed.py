@@ -37,8 +37,8 @@ def peak_flops(cluster: Cluster, dtype: str) -> float:
 
 
 def without_peak(cluster: Cluster, dtype: str) -> str:
-    """Line on products in `dtype` that are priced by the peak of another type, because the cluster
-    file has none; "" if it has one."""
+    """Note for the user that products in `dtype` are priced by the peak of another type, because
+    the cluster file has no peak of `dtype`; "" if it has one."""
     peaks, half = cluster.peak_flops, _half_type(cluster)
     if dtype in peaks or {dtype, half} == {"bfloat16", "float16"}:
         return ""
@@ -47,7 +47,7 @@ def without_peak(cluster: Cluster, dtype: str) -> str:
 
 
 def _half_type(cluster: Cluster) -> str:
-    """The type whose peak is that of 16 bit: the fastest one if the cluster file has neither."""
+    """The 16-bit type of the cluster file, or its fastest type if it has none of 16 bits."""
     peaks = cluster.peak_flops
     return next(
         (x for x in ("bfloat16", "float16") if x in peaks), max(peaks, key=lambda x: peaks[x])
@@ -144,12 +144,12 @@ class Speed:
         if tokens is not None:
             days, hours = self.days(tokens), self.gpu_hours(tokens)
             values |= {"tokens": tokens, "days": days, "gpu_hours": hours}
-        costs = {"money_per_step": self.tokens, "money_per_billion_tokens": 1e9, "money": tokens}
+        paid = {"money_per_step": self.tokens, "money_per_billion_tokens": 1e9, "money": tokens}
         if self.price is not None:
             values["gpu_hour_price"] = self.price
             values |= {
                 name: self.price * self.gpu_hours(number)
-                for name, number in costs.items()
+                for name, number in paid.items()
                 if number is not None
             }
         return values
@@ -231,9 +231,9 @@ def read_cache_size(text: str) -> CacheSize:
 def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int) -> int:
     """Bytes of the cache of `batch` sequences of `tokens` (s + n: prompt and generated tokens) over
     all ranks, in 16 bit; a layer with a window keeps only the last tokens of it."""
-    each = 2 * shape.num_kv_heads * shape.head_dim
+    per_token = 2 * shape.num_kv_heads * shape.head_dim
     if shape.attention == "mla":
-        each = shape.kv_lora_rank + shape.qk_rotary_head_dim
+        per_token = shape.kv_lora_rank + shape.qk_rotary_head_dim
     windows = (kind.window for kind in shape.kinds)
     kept = sum(min(tokens, window) if window else tokens for window in windows)
-    return 2 * batch * kept * each
+    return 2 * batch * kept * per_token

@@ -20,11 +20,12 @@ from moemesh.sharding.stages import balanced_sizes, layer_runs
 def default_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage in the cut of `moemesh train`. Raises ValueError for more stages than
     layers."""
+    # Costs are parameters that multiply a token.
     by_kind = {kind: layer_matmul(shape, kind.moe) for kind in shape.kind_counts}
     costs = [by_kind[kind] for kind in shape.kinds]
     head = shape.vocab_size * shape.hidden_size
-    ahead = costs[-1] + 2 * shape.hidden_size**2 + head
-    return balanced_sizes(costs, head + shape.num_mtp_layers * ahead, num_stages)
+    mtp_layer = costs[-1] + 2 * shape.hidden_size**2 + head
+    return balanced_sizes(costs, head + shape.num_mtp_layers * mtp_layer, num_stages)
 
 
 def even_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
@@ -42,7 +43,8 @@ def cut_by_weight(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     layers = shape.num_layers
 
     def heaviest(outer: int) -> tuple[float, int]:
-        """Layers of the heaviest stage, for `outer` layers on each outer one; ties: more outer."""
+        """Layers of the heaviest stage if both outer stages have `outer`. Of equal cuts the one
+        with more outer layers is less."""
         inner = -(-(layers - 2 * outer) // (num_stages - 2))
         return max(outer + share, inner), -outer
 
@@ -80,7 +82,7 @@ class RankContent(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of one model under one schedule: layers by kind, in order."""
+    """The stages of one model under one schedule, in order; `sizes` are their numbers of layers."""
 
     shape: ModelShape
     step: PipelineStep

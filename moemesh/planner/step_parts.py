@@ -36,10 +36,11 @@ def predicted_seconds(
 ) -> dict[str, float]:
     """Seconds of each part of a step of `config` on one rank.
 
-    FLOPs of forward, backward and recomputation over the rate of products of their part; the bytes
-    and operations of the predicted `ledger` over the rates of their axis; the bytes of weights,
-    gradients and states of the predicted `memory` over the rate of memory. `bubble`: share of the
-    time of a pipeline in which a rank waits for others. Parts without a rate are left out.
+    A part that computes takes its FLOPs of forward, backward and recomputation over the part's
+    rate. Communication over an axis takes the axis's latency for each operation of the predicted
+    `ledger`, and its bytes over the bandwidth. The optimizer takes the bytes of weights, gradients
+    and states of the predicted `memory` over the rate of memory. `bubble` is the share of a step in
+    which a rank waits for other pipeline ranks. Parts without a rate are left out.
     """
     seconds = {
         part: flops / rates[part] for part, flops in pass_flops(config).items() if rates.get(part)
@@ -62,28 +63,32 @@ def predicted_seconds(
 
 
 def pass_flops(config: RunConfig) -> dict[str, float]:
-    """FLOPs of a step on the mean rank by part, recomputation included. Empty for a run that
+    """FLOPs of a step on an average rank by part, recomputation included. Empty for a run that
     trains some of the weights, or adapters of a packed base."""
     shape, plan, seq_len = shape_of(config.model), config.plan, config.data.seq_len
     tokens = config.data.global_batch * seq_len / plan.world_size
     adapters = config.trains_adapters
     if config.lora.is_packed or not (adapters or config.tuning.is_full):
         return {}
-    # Forward, gradient of the input, and of a weight that trains its own; adapters are narrow.
+    # Forward, gradient of the input, and gradient of the weight if it trains. Products with
+    # adapters are narrow and not counted.
     passes = 2 if adapters else 3
     if shape.counted:
         return {parts.TOGETHER: tokens * training_flops(shape, seq_len, adapters=adapters)}
-    again = "full" in plan.recomputed_parts
+    #: Forwards that full recomputation adds.
+    repeated = "full" in plan.recomputed_parts
     flops = dict.fromkeys(parts.PASSES, 0.0)
     for kind, number in shape.kind_counts.items():
         core = core_flops(shape, seq_len, kind.window, "causal")
-        attention = (passes + again) * 2.0 * sum(attention_products(shape)) + (3 + again) * core
+        attention = (passes + repeated) * 2.0 * sum(attention_products(shape))
+        attention += (3 + repeated) * core
         attention += core * ("attention" in plan.recomputed_parts)
         mlp = 2.0 * mlp_matmul(shape, kind.moe)
+        # Gate and up are two of an expert's three products.
         gates = 2 / 3 * (kind.moe and "experts" in plan.recomputed_parts)
         flops[parts.ATTENTION] += number * tokens * attention
         flops[parts.EXPERTS if kind.moe else parts.DENSE_MLPS] += (
-            number * tokens * mlp * (passes + again + gates)
+            number * tokens * mlp * (passes + repeated + gates)
         )
     flops[parts.HEAD] = tokens * passes * 2.0 * shape.hidden_size * shape.vocab_size
     return {part: amount for part, amount in flops.items() if amount}

@@ -1,1 +1,1 @@
-"""Descriptions of models by their sizes, from wherever they come."""
+"""Descriptions of models by their sizes, from every source."""

@@ -18,7 +18,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.suggest import divisors
 from moemesh.planner.shapes.shape import Counted, ModelShape, from_huggingface, from_model_config
 
-#: Head size of a model whose configuration names none.
+#: Head size, in channels, of a model whose configuration lacks it.
 _HEAD = 128
 #: Share of the costliest layer's cost per key below which a layer is linear in the length.
 _LINEAR = 0.05
@@ -31,9 +31,10 @@ def counted_shape(architecture: Architecture, name: str) -> ModelShape:
     architecture = architecture.with_adapters(NO_ADAPTERS)
     per_key: Sequence[float] = costs["flops_per_key"]
     head = text.get("head_dim") if isinstance(text.get("head_dim"), int) else _HEAD
+    # QK^T and PV are 4 FLOPs for each channel of a head and key.
     heads = max(1, round(max(per_key) / (4 * (head or _HEAD))))
-    given = text.get("num_key_value_heads")
-    wanted = given if isinstance(given, int) else heads
+    configured = text.get("num_key_value_heads")
+    wanted_kv_heads = configured if isinstance(configured, int) else heads
     window = text.get("sliding_window")
     kinds = text.get("layer_types") or [""] * architecture.num_layers
     windowed = ["sliding" in str(kind) and isinstance(window, int) for kind in kinds]
@@ -48,7 +49,7 @@ def counted_shape(architecture: Architecture, name: str) -> ModelShape:
         hidden_size=architecture.hidden_size,
         vocab_size=architecture.vocab_size,
         num_heads=heads,
-        num_kv_heads=min(divisors(heads), key=lambda number: abs(number - wanted)),
+        num_kv_heads=min(divisors(heads), key=lambda number: abs(number - wanted_kv_heads)),
         head_dim=head or _HEAD,
         intermediate_size=architecture.expert_width,
         activation="swiglu" if is_gated else "gelu",
@@ -91,6 +92,7 @@ def shape_of_folder(values: dict[str, Any], name: str) -> tuple[ModelShape, Mode
 
 
 def _counted(shape: ModelShape, architecture: Architecture) -> tuple[Counted, Counted, Counted]:
+    """The field `counted` of a shape."""
     costs = architecture.costs
     weights, experts, rest = [0] * shape.num_layers, [0] * shape.num_layers, 0
     for parameter in architecture.parameters:
@@ -109,5 +111,5 @@ def _counted(shape: ModelShape, architecture: Architecture) -> tuple[Counted, Co
     dense, moe = mean(False), mean(True)
     for kind in shape.kinds:
         rest -= round(sum((moe if kind.moe else dense)[:2]))
-    # The ends, and what means round off, so that the sum is exact.
+    # Parameters outside of layers, and the rounding errors of the means: the sum is exact.
     return dense, moe, Counted(weights=rest)

@@ -51,7 +51,7 @@ def gpt(num_layers: int, hidden: int, heads: int, vocab: int = _GPT_VOCABULARY) 
     )
 
 
-#: Implied fields of a table entry with act = "gelu".
+#: Fields of every GPT, implied by act = "gelu" in a table entry.
 _GPT_DETAILS: dict[str, Any] = {
     "qkv_bias": True,
     "output_bias": True,
@@ -69,17 +69,18 @@ def from_arch_table(arch: str, table: Mapping[str, Any]) -> ModelShape:
     `arch` may also be ``gpt:<L>x<h>a<heads>[v<vocab>]`` or ``<arch>#L<n>``. Raises ConfigError for
     any other name, and for an entry with a missing or an unknown key.
     """
-    if named := _GPT.fullmatch(arch):
-        layers, hidden, heads, vocab = named.groups()
+    if match := _GPT.fullmatch(arch):
+        layers, hidden, heads, vocab = match.groups()
         return gpt(int(layers), int(hidden), int(heads), int(vocab or _GPT_VOCABULARY))
-    if named := _TRUNCATED.fullmatch(arch):
-        return from_arch_table(named.group(1), table).truncated(int(named.group(2)))
+    if match := _TRUNCATED.fullmatch(arch):
+        return from_arch_table(match.group(1), table).truncated(int(match.group(2)))
     if arch not in table or arch.startswith("_"):
         known = tuple(name for name in table if not name.startswith("_"))
         message = "no entry of the table of architectures has this name"
         fix = nearest_choice(arch, known)
         raise ConfigError([Problem.of("unknown-model", "arch", arch, message, fix)])
     entry = cast("Mapping[str, Any]", table[arch])
+    # Of the keys on experts, the first three (number, top-k, width) have no default.
     needed = [*_CHOICES, *_SIZES, *(list(_EXPERTS)[:3] if entry.get("type") == "moe" else ("ffn",))]
     needed.remove("tied_embeddings")
     wrong = [("missing", key, f"the entry has no `{key}`") for key in needed if key not in entry]
@@ -119,7 +120,7 @@ def from_arch_table(arch: str, table: Mapping[str, Any]) -> ModelShape:
     return ModelShape(name=arch, **fields)
 
 
-#: Keys of an entry that are fields of ModelShape under another name.
+#: Key of an entry -> field of ModelShape: sizes, sizes of experts, sizes of latent attention.
 _SIZES = {
     "layers": "num_layers", "hidden": "hidden_size", "heads": "num_heads",
     "kv_heads": "num_kv_heads", "head_dim": "head_dim", "vocab": "vocab_size",
@@ -142,14 +143,14 @@ _OTHERS = (
 _KNOWN = (*_CHOICES, *_SIZES, *_EXPERTS, *_OTHERS)
 
 
-#: Sizes of a fix for a model without them: those of Llama 3 8B.
+#: Sizes that a message proposes for missing keys: those of Llama 3 8B.
 _EXAMPLE: dict[str, Any] = {
     "num_layers": 32, "hidden_size": 4096, "vocab_size": 128256, "num_heads": 32,
     "num_kv_heads": 8, "head_dim": 128,
 }  # fmt: skip
-#: Folder of presets that are shapes: planned, not trained, by this library.
+#: Folder of presets that this library plans but does not train.
 SHAPES = "shapes"
-#: Sources of models that `moemesh train` accepts, as a sentence for messages.
+#: Sentence for messages: the sources of models that `moemesh train` accepts.
 TRAINED = "`moemesh train` takes presets, [model] tables and folders with config.json and weights"
 
 

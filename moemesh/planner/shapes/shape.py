@@ -31,15 +31,13 @@ class LayerKind(NamedTuple):
     window: int
 
 
-Layers = tuple[int, ...]
-
-
 class Counted(NamedTuple):
     """Means over the layers of one kind, counted in their code (:mod:`moemesh.model.hub.costs`).
 
     `weights` are the parameters outside of the routed experts, which every rank holds,
-    `expert_weights` the experts' own. `flops` are the forward FLOPs of a token without attention
-    scores; `kept_bytes` a token keeps for the backward outside of the routed experts.
+    `expert_weights` those of the routed experts. `flops` are the forward FLOPs of a token without
+    attention scores, `kept_bytes` the bytes per token that the layer keeps for its backward,
+    outside of the routed experts.
     """
 
     weights: float = 0.0
@@ -85,18 +83,19 @@ class ModelShape(HeadSizes):
     #: A second query projection that gates the attention output.
     attention_gate: bool = False
     #: Attention window of every layer in tokens, 0 for none; empty when no layer has one.
-    windows: Layers = ()
+    windows: tuple[int, ...] = ()
 
     #: Layers (from 0) with experts.
-    moe_layers: Layers = ()
+    moe_layers: tuple[int, ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     shared_intermediate_size: int = 0
-    #: A learned gate h -> 1 in front of the shared experts (Qwen2-MoE).
+    #: A learned gate h -> 1 on the output of the shared experts (Qwen2-MoE).
     shared_gate: bool = False
     router_logit_bias: bool = False
-    #: A buffer of E numbers that steers the choice (DeepSeek-V3); no parameter.
+    #: A buffer, not a parameter: one number per expert, added to scores for the choice
+    #: (DeepSeek-V3).
     router_selection_bias: bool = False
     router_groups: int = 1
     router_groups_kept: int = 1
@@ -114,8 +113,8 @@ class ModelShape(HeadSizes):
     learned_positions: int = 0
     dropout: bool = False
     num_mtp_layers: int = 0
-    #: Counts of dense layers, of MoE layers, and of everything outside of layers, for a model whose
-    #: code was counted; empty for a model that the sizes describe.
+    #: Means of dense layers, means of MoE layers, and everything outside of layers, for a model
+    #: whose code was counted; empty for a model that the sizes describe.
     counted: tuple[Counted, Counted, Counted] | tuple[()] = ()
     #: Properties that the shape leaves out, as notes for the user.
     notes: tuple[str, ...] = ()
@@ -126,6 +125,7 @@ class ModelShape(HeadSizes):
         except ValidationError as error:
             leaves = {f"model.{key}": Leaf(value=x, origin="") for key, x in values.items()}
             raise ConfigError(type_problems(ModelShape, leaves, error).values()) from None
+        # Sizes that must be at least 1.
         needed = [*_SIZES]
         if self.attention == "mla":
             needed += MLA_SIZES
@@ -189,6 +189,7 @@ class ModelShape(HeadSizes):
 
     @cached_property
     def kind_counts(self) -> dict[LayerKind, int]:
+        """Number of layers of each kind."""
         return dict(Counter(self.kinds))
 
     @property
@@ -235,7 +236,7 @@ class ModelShape(HeadSizes):
         """The model cut to its first `num_layers` layers. A model with dense layers keeps at least
         one of them; dense layers in front of all MoE layers are reduced to one."""
         dense = self.num_layers - len(self.moe_layers)
-        #: Layers in front of the first one with experts.
+        #: Number of layers before the first layer with experts.
         lead = next((index for index, kind in enumerate(self.kinds) if kind.moe), 0)
         if self.is_moe and 0 < lead == dense:
             moe = tuple(range(min(1, num_layers), num_layers))
@@ -243,6 +244,7 @@ class ModelShape(HeadSizes):
             moe = tuple(index for index in self.moe_layers if index < num_layers)
         experts: dict[str, Any] = {}
         if self.is_moe and not moe:
+            # A model without MoE layers may have no sizes of experts.
             experts = dict.fromkeys((*_EXPERT_SIZES, "shared_intermediate_size"), 0)
             experts |= {"router_groups": 1, "router_groups_kept": 1}
         return self.changed(
@@ -260,8 +262,8 @@ class ModelShape(HeadSizes):
 def from_model_config(config: ModelConfig, name: str = "model") -> ModelShape:
     """The shape of one of our own models, exactly as `moemesh train` would build it."""
     moe = tuple(index for index in config.routed_layers if index < config.num_layers)
-    same = set(ModelShape.model_fields) & set(ModelConfig.model_fields)
-    values = {key: getattr(config, key) for key in same}
+    shared = set(ModelShape.model_fields) & set(ModelConfig.model_fields)
+    values = {key: getattr(config, key) for key in shared}
     if not moe:
         for key in (*_EXPERT_SIZES, "router_groups", "router_groups_kept"):
             del values[key]
