@@ -5,7 +5,7 @@ in fp8: H + 4 ceil(H / 128)). A :class:`Routing` returns the rows that a rank se
 it receives follow from those of its peers. Rows take the hops of
 :data:`moemesh.config.dispatcher_table.DISPATCHERS`.
 
-| rows of a hop | plan |
+| rows of a hop | exchanged before them |
 |---|---|
 | pairs of token and expert | counts of all chunks |
 | tokens at the ranks or nodes of their experts | counts of all chunks, ids |
@@ -113,14 +113,15 @@ def uniform_routing(model: ModelConfig, layout: Layout) -> Routing:
 
 
 def capacity_of(model: ModelConfig, layout: Layout, tokens: int, seq_len: int) -> int:
-    """The most rows of one expert from `tokens` of a rank; `tokens` without a capacity. A rank may
-    use up the capacity that it shares with the other ranks of its sequences."""
+    """Largest number of rows that one expert gets from `tokens` tokens of a rank; `tokens` without
+    a capacity. A rank may use up the capacity that it shares with the other ranks of its
+    sequences."""
     if not model.capacity_factor:
         return tokens
     exact = Fraction(model.capacity_factor).limit_denominator(10_000)
-    each = min(ceil(seq_len * model.experts_per_token * exact / model.num_experts), seq_len)
+    per_sequence = min(ceil(seq_len * model.experts_per_token * exact / model.num_experts), seq_len)
     sequences = ceil(tokens * layout.cp * layout.tp / seq_len)
-    return min(tokens, sequences * each)
+    return min(tokens, sequences * per_sequence)
 
 
 def crowded_routing(
@@ -178,7 +179,7 @@ class DispatchTraffic:
 
     def __post_init__(self) -> None:
         model, plan = self.model, self.plan
-        #: Bytes of a row in the backward and the combine, and of a dispatched row.
+        # Bytes of a row in the backward and the combine, and of a dispatched row.
         self.plain: float = model.hidden_size * self.element
         self.coded = packed_bytes(model.hidden_size) if plan.payload == "fp8" else self.plain
         #: Fixed row slots per pair of ranks.
@@ -220,10 +221,11 @@ class DispatchTraffic:
                 if not exact:
                     yield self._travel(hop, "backward", caller, self.plain, home=True)
             elif not exact:
+                # Gathered rows return in a dense sum, or unevenly if these are fewer rows: each
+                # lane of an ep index holds a shard of its experts, so a visit is a row on each
+                # lane.
                 is_dense = True
                 if hop.axis == "ep_etp":
-                    # Every lane of an ep index holds a shard of each of its experts: a visit counts
-                    # once for each rank.
                     tokens = sum(item.tokens for item in sent)
                     visited = plan.etp * sum(sum(item.visits) for item in sent)
                     is_dense = tokens * chosen <= self.spare_rows or visited >= tokens * len(sent)
@@ -233,10 +235,10 @@ class DispatchTraffic:
                 else:
                     out = [item.visits[lines.coordinates["ep"]] for item in sent]
                     visits = self.sent_by(lines.rank).visits
-                    both = out, [visits[place // plan.etp] for place in range(len(sent))]
+                    rows = out, [visits[place // plan.etp] for place in range(len(sent))]
                     uneven = "ep_etp", "all_to_all"
-                    yield _sized(*uneven, "forward", caller, both, self.plain)
-                    yield _sized(*uneven, "backward", caller, both[::-1], self.plain)
+                    yield _sized(*uneven, "forward", caller, rows, self.plain)
+                    yield _sized(*uneven, "backward", caller, rows[::-1], self.plain)
         if exact:
             # Each (token, expert) row is returned on its own: sums over etp, then over ep.
             home = ROW_HOPS[::-1]
@@ -252,13 +254,15 @@ class DispatchTraffic:
         if hop.rows == "slots":
             return  # their headers carry both
         if hop.rows == "tokens":
-            each = [1.0] * plan.ep * plan.etp
-            yield _sized(hop.axis, "all_gather", *counts, (each,), _INT64)
+            block = [1.0] * plan.ep * plan.etp
+            yield _sized(hop.axis, "all_gather", *counts, (block,), _INT64)
             yield self._travel(hop, *counts, chosen * _INT64)
             return
-        # ep and etp: tokens and pairs, or rows of each expert of a rank, spare slots included (etp:
-        # from each ep index). ep_rail: tokens of a node, then tokens and pairs (packed into one
-        # number) of each rank of it. ep_node: tokens and pairs from the own node and from others.
+        # Counts for each member of the axis. If rows are pairs, ep has one for each expert and
+        # spare slot of the member, etp the same from each ep index. If rows are tokens, both have
+        # the numbers of tokens and of pairs. ep_rail has the tokens of the node, and for each of
+        # its ranks tokens and pairs packed into one number; ep_node has tokens and pairs, each
+        # packed from those of this node and those of other nodes.
         local = plan.spare_slots * (plan.ep > 1) + self.model.num_experts // plan.ep
         numbers = {"ep": local, "etp": local * plan.ep, "ep_node": 2}
         if hop.is_of_tokens:
@@ -275,12 +279,13 @@ class DispatchTraffic:
     def _travel(
         self, hop: HopRows, phase: str, caller: str, width: float, *, home: bool = False
     ) -> Transfer:
-        """Rows of `width` bytes to the experts, or back from them (`home`)."""
+        """The exchange of rows of `width` bytes to the experts, or back from them (`home`)."""
         rows = self._rows(hop)[::-1] if home else self._rows(hop)
         return _sized(hop.axis, hop.ops[home], phase, caller, rows, width)
 
     def _rows_of(self, hop: HopRows) -> tuple[list[float], ...]:
-        """Rows to and from each member of the hop's axis; each member's rows if it is a gather."""
+        """Numbers of rows to and from each member of the hop's axis; of a gather, each member's
+        number."""
         lines, sent_by = self.lines, self.sent_by
         sent = sent_by(lines.rank)
         match hop.axis:
@@ -355,12 +360,12 @@ def replicated(
     element: int,
     routed: Callable[[int], SentRows],
 ) -> tuple[list[Transfer], Callable[[int], SentRows]]:
-    """Transfers of the weights of replicas, and the rows that a rank sends with replicas: by the
-    rank of their place instead of their home. For one chunk of one layer, in the ep_etp group of
-    `lines`; without replicas its ranks send the rows `routed`."""
+    """Transfers of the weights of replicas for one chunk of one layer, and a function rank -> rows
+    that it sends with these replicas: to the ranks of the replicas instead of the experts' home.
+    Without replicas the ranks of the ep_etp group of `lines` send the rows `routed`."""
     experts, ep_index = model.num_experts, lines.coordinates["ep"]
     table = np.array([routed(peer).by_expert for peer in lines.members("ep_etp")], dtype=np.int64)
-    #: [P, X, E] tokens of every rank of the group; [P, E] of all lanes of an ep index.
+    #: Tokens of every rank of the group, [P, X, E]; and of all lanes of an ep index, [P, E].
     counts = table.reshape(plan.ep, plan.etp, experts)
     requested = counts.sum(axis=1)
     home = np.arange(experts, dtype=np.int64) // (experts // plan.ep)
@@ -378,6 +383,7 @@ def replicated(
         assigned = assign_tokens(quotas, requested, ranks_per_node=lines.layout.ep_node)
     weights: list[Transfer] = []
     if quotas.num_replicas:
+        # Gate, up and down of one expert, and their biases.
         width = model.expert_intermediate_size // plan.etp
         numbers = 3 * width * model.hidden_size
         if model.expert_bias:

@@ -1,4 +1,4 @@
-"""Exchanges of a training step: tables that both predictions read, and a rank's sums of them.
+"""Exchanges of a training step: tables that both predictions read, and their sums on a rank.
 
 :mod:`moemesh.planner.traffic.ledger` predicts the bytes of a run of ours exactly,
 :mod:`moemesh.planner.traffic.volumes` those of any layout in closed form.
@@ -21,9 +21,11 @@ _PAIRS = {
     "all_to_all": "all_to_all",
     "all_reduce": "all_reduce",
 }
+#: Operation of one side of a message -> name in the ledger.
 _MESSAGES = {"send": "send_receive", "receive": "send_receive"}
 #: Exit of a tensor-parallel block -> collective of the gradients that enter the block there.
 EXIT_GRADIENTS = {**_PAIRS, "all_reduce": "all_gather"}
+# Recomputed parts that contain a whole layer, its attention core, its experts and their exchange.
 _LAYER = frozenset({"full"})
 _CORE, _EXPERTS = _LAYER | {"attention"}, _LAYER | {"moe"}
 #: Caller of collectives in a forward -> recomputed parts of a layer that contain them.
@@ -52,9 +54,9 @@ def repeated_callers(recompute: Collection[str]) -> frozenset[str]:
 
 
 class StateExchange(NamedTuple):
-    """A collective of gradients or weights between ranks with the same weights: all of them, those
-    that share one copy of sharded states, or those with the same shard. The phase "optimizer" is
-    once an update, after it."""
+    """A collective of gradients or weights between ranks with the same weights: "all" of them,
+    those that "shard" one copy of the states, or those with "copies" of the same shard. One in the
+    phase "optimizer" runs once after each update."""
 
     ranks: Literal["all", "shard", "copies"]
     op: str
@@ -85,7 +87,7 @@ BOTH = "both"
 
 
 class Transfer(NamedTuple):
-    """One operation of a rank: who, what, when, for whom, its bytes, and how often.
+    """An operation of a rank that runs `times` times.
 
     `amounts` are arguments of :mod:`moemesh.trace.wire`: elements and bytes of each (all_reduce),
     bytes of each member's block (all_gather, reduce_scatter), bytes to and from each member
@@ -113,10 +115,11 @@ class LedgerLines:
         self, layout: Layout, rank: int, *, forwards: int = 1, recomputed: Collection[str] = ()
     ) -> None:
         self.layout, self.rank = layout, rank
-        #: This rank's coordinates in all views.
+        #: Coordinates of the rank in all views.
         self.coordinates = layout.coordinates(rank)
         self._forwards, self._recomputed = forwards, recomputed
         self._group_of = cache(layout.group_of)
+        #: (axis, op, phase, caller) -> number of operations; payload, sent and received bytes.
         self._sums: dict[tuple[str, str, str, str], list[float]] = {}
 
     def members(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
@@ -146,10 +149,12 @@ class LedgerLines:
         """(payload, sent, received) bytes of one operation; empty if nothing moves."""
         if op in _MESSAGES:
             size = amounts[0]
-            return () if not size else (size, size, 0) if op == "send" else (size, 0, size)
+            if not size:
+                return ()
+            return (size, size, 0) if op == "send" else (size, 0, size)
         if len(ranks := self.members(axis)) == 1:
             return ()
-        # Arguments besides the amounts, whose lists have the size of the group.
+        # Only these two need the size of the group: lists of the others have it as their length.
         others: dict[str, dict[str, int]] = {
             "all_reduce": {"size": len(ranks)},
             "broadcast": {"size": len(ranks), "source_index": 0},

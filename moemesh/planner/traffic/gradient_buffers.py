@@ -33,7 +33,7 @@ def arrivals(placement: StagePlacement, pp_rank: int, stage: int) -> list[Parame
     order = units(placement.model)
 
     def arrival(numbered: tuple[int, ParameterTensor]) -> tuple[int, int, int]:
-        """Sort key of a parameter with its place in the model's order."""
+        """Sort key of a parameter; `numbered` has its place in the model's order."""
         number, tensor = numbered
         owner, *rest = tensor.name.replace("_bias", "").split(".")
         unit, part = order.index(tensor.unit), 0
@@ -96,8 +96,8 @@ class _Sums:
 
     def __init__(self, placement: StagePlacement, rank: int, element: int) -> None:
         self.buckets = [item for item in data_buckets(placement, rank, element) if item.trains]
-        #: Gradients stay separate until their sum starts.
         sharded = SHARDED_STATES[placement.plan.data]
+        #: Whether gradients stay separate until their sum starts.
         self.is_separate = "weights" in sharded
         #: Parameter name -> (index of its bucket, bytes of its gradient).
         self.bucket_of: dict[str, tuple[int, int]] = {}
@@ -113,11 +113,12 @@ class _Sums:
             self.received.append(sizes[index] * (len(sizes) - 1) * size)
             for member in bucket.members:
                 self.bucket_of[member.name] = place, member.numbers * size * is_copied
-        #: Buckets with at least one gradient; buckets with the buffers of a sum in flight; and sums
-        #: in the order of their waits, some of which were waited for earlier.
+        #: Buckets with at least one gradient, and buckets with the buffers of a sum in flight.
         self.filled: set[int] = set()
         self.sent: set[int] = set()
+        #: Buckets in the order in which their sums are waited for; some sums may have ended.
         self.pending: list[int] = []
+        #: Bytes of buffers now, and at the peak.
         self.held = self.most = 0
 
     def buckets_of(self, names: Iterable[str]) -> list[int]:
@@ -149,8 +150,10 @@ class _Sums:
         """Start the sums of these buckets."""
         for place in places:
             unit = self.buckets[place].unit
+            # Only sums of one unit are in flight: vectors of two units would be the peak of a step.
             while self.pending and self.buckets[self.pending[0]].unit != unit:
                 self._wait(self.pending.pop(0))
+            # An earlier sum of the same bucket ends first.
             self._wait(place)
             if self.is_separate or place not in self.filled:
                 # The vector is allocated now; under zero3 next to the gradients copied into it.

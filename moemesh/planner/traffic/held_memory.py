@@ -35,9 +35,11 @@ class Saved(NamedTuple):
 
 
 class SavedTensors(NamedTuple):
-    """Tensors that one layer (or end of the model) keeps, in the order of its forward. `input`:
-    bytes of its input, the only kept tensor if the layer is recomputed as a whole (None: it never
-    is); `entry`: the part of them that is also the first operation's kept tensor."""
+    """Tensors that one layer (or end of the model) keeps, in the order of its forward.
+
+    `input` is the bytes of its input, the only kept tensor if the layer is recomputed as a whole
+    (None: it never is). The first operation keeps `entry` bytes of the same storage.
+    """
 
     saved: list[Saved]
     input: float | None = None
@@ -49,7 +51,7 @@ class HeldMemory:
     that two of them can alternate."""
 
     def __init__(self, *, is_full: bool) -> None:
-        #: Layers are recomputed as a whole.
+        #: Whether layers are recomputed as a whole.
         self.is_full = is_full
         self.now: defaultdict[str, float] = defaultdict(float)
         self.peak: dict[str, float] = {}
@@ -89,10 +91,12 @@ class HeldMemory:
             self._most, self.peak = self._total, dict(self.now)
 
     def _work(self, saved: Saved) -> None:
+        """Count bytes that exist only while the operation runs."""
         self._add(saved.kind, saved.working)
         self._add(saved.kind, -saved.working)
 
     def _backward(self, kind: str, layers: list[SavedTensors]) -> Iterator[None]:
+        """A whole backward ("B"), or its input half ("I")."""
         #: Kind of a shared storage -> index of the first layer that keeps it.
         first: dict[str, int] = {}
         for index, layer in enumerate(layers):
@@ -107,7 +111,7 @@ class HeldMemory:
                 self._add(layer.saved[0].kind, -layer.entry)
                 for saved in layer.saved:
                     self._add(saved.kind, saved.size)
-            #: Recomputed tensors of the layer are allocated.
+            #: Whether the recomputed tensors of the layer are allocated.
             is_rebuilt = kept_input is not None
             for saved in reversed(layer.saved):
                 pauses = saved.pauses and kept_input is None

@@ -99,7 +99,7 @@ def predict_ledger(
     spare = on_accelerator * spare_rows(model.hidden_size, exact=plan.combine == "exact")
     twice = plan.schedule == "ampnet" and plan.ampnet_backward == "recompute"
     recomputed = repeated_callers(plan.recomputed_parts).difference(LAYER_EXITS)
-    #: Lines of forwards and backwards, and lines of a whole step.
+    # Lines of forwards and backwards, and lines of a whole step.
     lines = LedgerLines(plan.layout, rank, forwards=1 + twice, recomputed=recomputed)
     once = LedgerLines(plan.layout, rank)
     schedule = step.schedule
@@ -126,7 +126,7 @@ def predict_ledger(
     return lines.ledger() + once.ledger()
 
 
-#: Transfers of a part of a forward, and whether the backward reaches that part.
+#: Whether the backward reaches a part of a forward, and the part's transfers.
 _Part = tuple[bool, Iterable[Transfer]]
 
 
@@ -138,37 +138,38 @@ def _forward(
     tokens, _ = step.tokens(forward)
 
     def boundary(op: str, caller: str, times: int = 1) -> Transfer:
+        """A collective of the residual stream over tp."""
         return Transfer("tp", op, BOTH, caller, (step.blocks(tokens),), times)
 
     if stage == 0:
         yield placement.has_backward("embedding"), [boundary("reduce_scatter", "embedding")]
-    for exists in (False, True):
+    for has_backward in (False, True):
         layers = [
             index
             for index in placement.layers_of(stage)
-            if placement.has_backward(f"layers.{index}") == exists
+            if placement.has_backward(f"layers.{index}") == has_backward
         ]
         routed = [index for index in layers if model.is_moe_layer(index)]
         shared = len(routed) if model.shared_width else 0
         mlps = len(layers) - len(routed) + shared
-        yield exists, _attention(step, tokens, len(layers))
+        yield has_backward, _attention(step, tokens, len(layers))
         if plan.cp > 1:
-            yield exists, _context(step, step.sequences(forward), len(layers))
-        yield exists, [boundary("all_gather", "mlp.enter", mlps),
-                       boundary("reduce_scatter", "mlp.leave", mlps)]  # fmt: skip
+            yield has_backward, _context(step, step.sequences(forward), len(layers))
+        yield has_backward, [boundary("all_gather", "mlp.enter", mlps),
+                             boundary("reduce_scatter", "mlp.leave", mlps)]  # fmt: skip
         if "full" in plan.recomputed_parts:
             # Shared experts run before the routed experts, whose inputs are recomputed.
             leave = "tp", "reduce_scatter", "recompute", "mlp.leave", (step.blocks(tokens),)
-            yield exists, [Transfer(*leave, shared)]
+            yield has_backward, [Transfer(*leave, shared)]
         if model.has_aux_loss and not model.has_joint_aux_loss:
-            yield exists, _balance(step, forward, len(routed))
-        yield exists, _choices(step, lines, forward, len(routed))
+            yield has_backward, _balance(step, forward, len(routed))
+        yield has_backward, _choices(step, lines, forward, len(routed))
         # Under uniform routing all layers are equal.
         is_uniform = step.given_routing is None
         for layer in routed[:1] if is_uniform else routed:
             times = len(routed) if is_uniform else 1
             for trains, transfers in _experts(step, lines, forward, layer, spare):
-                yield exists and trains, (item._replace(times=times) for item in transfers)
+                yield has_backward and trains, (item._replace(times=times) for item in transfers)
     if stage < step.schedule.num_stages - 1:
         return
     # The head; every extra prediction layer has an embedding and a head, too.
@@ -185,6 +186,7 @@ def _forward(
 
 
 def _attention(step: RankStep, tokens: int, times: int) -> Iterator[Transfer]:
+    """Collectives over tp of `times` attention blocks."""
     model, plan, leave = step.model, step.plan, "attention.leave"
     for channels in model.entering_widths:
         blocks = step.blocks(tokens, channels)
@@ -221,7 +223,7 @@ def _attention(step: RankStep, tokens: int, times: int) -> Iterator[Transfer]:
 
 
 def _context(step: RankStep, sequences: int, times: int) -> Iterator[Transfer]:
-    """The attention of `sequences` sequences, `times` times."""
+    """Collectives over cp of `times` attention blocks with `sequences` sequences each."""
     plan, model, element = step.plan, step.model, step.w
     ranks, index = plan.cp, step.coordinates["cp"]
     sizes = context_sizes(step.placement.seq_len, ranks)
@@ -235,8 +237,8 @@ def _context(step: RankStep, sequences: int, times: int) -> Iterator[Transfer]:
             keys, gradients = ("context.keys", element), ("context.gradients", step.wide)
             for hop in range(ranks - 1):
                 # Gradients start one rank after the owner of their block.
-                ways = (0, "forward", keys), (0, "backward", keys), (1, "backward", gradients)
-                for lag, phase, (caller, width) in ways:
+                passes = (0, "forward", keys), (0, "backward", keys), (1, "backward", gradients)
+                for lag, phase, (caller, width) in passes:
                     for place, op in ((index - hop, "send"), (index - hop - 1, "receive")):
                         size = numbers[(place - lag) % ranks] * width
                         yield Transfer("cp", op, phase, caller, (size,), times)
@@ -254,11 +256,11 @@ def _context(step: RankStep, sequences: int, times: int) -> Iterator[Transfer]:
             ]
             out = width * len(shares[index].queries) * model.value_head_dim
             for caller, sent, received in (
-                ("heads", [size * head for head in heads], [n * heads[index] for n in sizes]),
-                ("positions", [n * out for n in sizes], [size * out] * ranks),
+                ("heads", [size * head for head in heads], [s * heads[index] for s in sizes]),
+                ("positions", [s * out for s in sizes], [size * out] * ranks),
             ):
-                both = list(map(float, sent)), list(map(float, received))
-                yield Transfer("cp", "all_to_all", BOTH, f"context.{caller}", both, times)
+                amounts = list(map(float, sent)), list(map(float, received))
+                yield Transfer("cp", "all_to_all", BOTH, f"context.{caller}", amounts, times)
 
 
 def _choices(step: RankStep, lines: LedgerLines, forward: int, times: int) -> Iterator[Transfer]:
@@ -292,10 +294,15 @@ def _balance(step: RankStep, forward: int, times: int = 1) -> Iterator[Transfer]
 def _experts(
     step: RankStep, lines: LedgerLines, forward: int, layer: int, spare: int
 ) -> Iterator[_Part]:
+    """Transfers of one MoE layer: counts and weights of replicas, and the dispatch of each
+    chunk."""
     plan, model = step.plan, step.model
-    together = dispatcher_row(plan.dispatcher).plans_all_chunks
+    plans_all_chunks = dispatcher_row(plan.dispatcher).plans_all_chunks
     for chunk in range(step.chunks):
-        counts = (step.chunks if chunk == 0 else 0) if together else 1
+        # Number of chunks whose counts are exchanged with this chunk.
+        counts = 1
+        if plans_all_chunks:
+            counts = step.chunks if chunk == 0 else 0
         sent_by = step.sent_by(forward, layer, chunk)
         if plan.spreads_replicas:
             rows, stacks = step.placement.tuning.rows, model.expert_stacks(layer)
@@ -343,21 +350,21 @@ def _end(step: RankStep, whole_matrices: bool) -> Iterator[Transfer]:
     ahead, is_stream = len(model.mtp_layers), step.schedule.update is not None
     window = plan.num_update_microbatches if is_stream else plan.microbatches
     updates = plan.microbatches // window
-    # Counts of loss-bearing tokens and auxiliary scopes of a step, or of an update window.
+    # Counts before a step, or an update window: tokens with a loss, at each depth, and scopes.
     scopes = window if model.aux_loss_scope == "global" else 1
     numbers = 1 + ahead + scopes, _INT64
     yield Transfer("dp_cp", "all_reduce", "forward", "step.counts", numbers, updates)
     yield from _gradients(step, updates)
     if whole_matrices:
-        # Parts of matrices on the way to the ranks that update them, and back.
+        # Parts of matrices are sent to the ranks that update them, and back.
         ranks = placement.members("stage", step.rank)
         parts_by_rank = [list(matrix_parts(placement, peer, step.w)) for peer in ranks]
         for exchange in exchanges(parts_by_rank).values():
             for parts in (exchange.there, exchange.back):
                 sides = splits(parts, ranks.index(step.rank), len(ranks))
                 # Masters are never below fp32.
-                both = tuple([float(n * step.wide) for n in side] for side in sides)
-                yield Transfer("stage", "all_to_all", "optimizer", "matrices", both, updates)
+                amounts = tuple([float(n * step.wide) for n in side] for side in sides)
+                yield Transfer("stage", "all_to_all", "optimizer", "matrices", amounts, updates)
     layers = len(model.routed_layers)
     #: Number of loads: tokens of each expert of every MoE layer.
     loads = layers * model.num_experts
@@ -376,6 +383,7 @@ def _end(step: RankStep, whole_matrices: bool) -> Iterator[Transfer]:
         owned_layers = {i for stage in placement.stages(at) for i in placement.layers_of(stage)}
         if model.router_selection_bias and any(map(model.is_moe_layer, owned_layers)):
             yield summed("stage", loads, _INT64, "stream.loads", updates)
+        # A stop request, skips, squares and 2 + `ahead` losses; loads; dropped choices.
         yield summed("world", 5 + ahead + loads + layers, _FLOAT64, "step.report")
         if plan.schedule == "ampnet":
             # A header of two numbers before every message and at the end of the stream, in both
@@ -386,7 +394,7 @@ def _end(step: RankStep, whole_matrices: bool) -> Iterator[Transfer]:
             broadcasts = 2 * plan.microbatches + 1
             yield Transfer("stage", "broadcast", "control", "pipeline", header, broadcasts)
     elif plan.optimizer_validation == "after":
-        # A stop request, the losses, loads, choices dropped, squares: one vector.
+        # One vector: a stop request and 2 + `ahead` losses; loads; dropped choices; squares.
         count = 3 + ahead + loads + layers + rank_tokens + squares
         yield summed("stage", count, _FLOAT64, "step.report")
         for op in ("send", "receive"):
@@ -416,8 +424,8 @@ def _gradients(step: RankStep, times: int) -> Iterator[Transfer]:
     if plan.data == "zero3":
         gathers, _ = gathered_units(placement, step.rank, step.w)
     for bucket in data_buckets(placement, step.rank, step.w):
-        shared, copies = layout.sharding_axes(bucket.axis)
-        axes = {"all": bucket.axis, "shard": shared, "copies": copies}
+        shard_axis, copies_axis = layout.sharding_axes(bucket.axis)
+        axes = {"all": bucket.axis, "shard": shard_axis, "copies": copies_axis}
         sizes, count = (bucket.numbers,), bucket.numbers
         if plan.data != "replicate":
             sizes, index = owned(placement, bucket, step.rank)
@@ -425,7 +433,8 @@ def _gradients(step: RankStep, times: int) -> Iterator[Transfer]:
         for ranks, op, phase, caller in STATE_EXCHANGES[plan.data]:
             width = bucket.gradient_bytes if caller == "gradients" else bucket.weight_bytes
             blocks = ([float(numbers * width) for numbers in sizes],)
-            amounts, number = (count, width) if op == "all_reduce" else blocks, times
+            amounts = (count, width) if op == "all_reduce" else blocks
+            number = times
             if caller == "weights" and phase != "optimizer":
                 number = gathers[bucket, phase]
             elif not bucket.trains:

@@ -76,8 +76,11 @@ def predict_states(
     the number of tensors that the optimizer keeps of a parameter, by its name."""
     plan, pp_rank = placement.plan, placement.coordinates(rank)["pp"]
     model, schedule = placement.model, placement.schedule
-    weights, sharded = {True: 0, False: 0}, SHARDED_STATES[plan.data]
-    gradients = masters = updated = moments = 0
+    sharded = SHARDED_STATES[plan.data]
+    #: Whether a weight is an expert's -> bytes.
+    weights = {True: 0, False: 0}
+    # `all_masters` also has weights that are as wide as their gradients, their own masters.
+    gradients = masters = all_masters = moments = 0
     for bucket in data_buckets(placement, rank, element):
         whole, share = range(bucket.numbers), owned_range(placement, bucket, rank)
         kept = share if "weights" in sharded else whole
@@ -87,10 +90,10 @@ def predict_states(
         if bucket.trains:
             wide = bucket.gradient_bytes
             gradients += len(share if "gradients" in sharded else whole) * wide
-            # A weight as wide as its gradient is its own master, and is copied like a master.
             masters += len(share) * wide if bucket.weight_bytes < wide else 0
-            updated += len(share) * wide
-            moments += wide * sum(num_states(one.name) * len(n) for one, n in bucket.parts(share))
+            all_masters += len(share) * wide
+            parts = bucket.parts(share)
+            moments += wide * sum(num_states(member.name) * len(part) for member, part in parts)
     biases = 0
     if model.router_selection_bias:
         # Selection biases of routers are whole on every rank.
@@ -103,6 +106,7 @@ def predict_states(
         versions = weight_copies(step, pp_rank)
     # The host holds a master of every weight, and its gradient.
     is_offloaded = plan.offload == "optimizer"
+    #: Whether an update may be undone from a snapshot.
     is_undone = plan.optimizer_validation == "after" and schedule.update is None
     gathered = gathered_units(placement, rank, element)[1] if "weights" in sharded else 0
     return MemoryProfile(
@@ -113,9 +117,9 @@ def predict_states(
         expert_weights=weights[True],
         gradients=gradients,
         optimizer=0 if is_offloaded else masters + moments,
-        host=2 * updated + moments if is_offloaded else 0,
+        host=2 * all_masters + moments if is_offloaded else 0,
         weight_versions=(versions - 1) * (sum(weights.values()) + biases),
-        snapshots=updated + moments + biases if is_undone else 0,
+        snapshots=all_masters + moments + biases if is_undone else 0,
     )
 
 
@@ -141,16 +145,16 @@ class LayerMemory(RankStep):
     def __post_init__(self) -> None:
         super().__post_init__()
         model, plan = self.model, self.plan
-        #: Query heads and key/value heads of this rank.
+        #: Numbers of query heads and of key/value heads of this rank.
         self.heads, self.keys = model.num_heads / plan.tp, model.kv_heads / plan.tp
         # The fused kernels of a CPU need equal head sizes; kernels that merge blocks do not pad.
         pads = plan.cp == 1 or plan.context == "all_to_all"
         self.is_padded = model.value_head_dim < model.query_head_dim and pads
-        #: The core of attention, between its projections, is recomputed.
+        #: Whether the core of attention, between its projections, is recomputed.
         self.recomputes_core = "attention" in plan.recomputed_parts
-        #: Heads are exchanged for positions: received projections are kept instead of sent ones.
+        #: Whether heads are exchanged for positions: received projections are kept, not sent ones.
         self.swaps = plan.cp > 1 and plan.context == "all_to_all"
-        #: The backward of attention reads no output: it is by rows of products.
+        #: Whether the backward of attention is `backward_in_rows`, which reads no output.
         self.is_by_rows = (
             self.w == 2
             and (plan.cp == 1 or self.swaps)
@@ -158,11 +162,11 @@ class LayerMemory(RankStep):
             and self.placement.seq_len <= ROW_POSITIONS * model.query_head_dim
         )
 
-    def stage(self, stage: int, number: int) -> list[SavedTensors]:
+    def stage(self, stage: int, forward: int) -> list[SavedTensors]:
         """Kept tensors of one forward on one stage, of all layers with a backward."""
-        whole, local = self.tokens(number)
+        whole, local = self.tokens(forward)
         length = self.placement.positions(
-            self.coordinates["cp"], number % len(self.placement.lengths)
+            self.coordinates["cp"], forward % len(self.placement.lengths)
         )
         parts: list[SavedTensors] = []
         has_backward = self.placement.has_backward
@@ -173,7 +177,7 @@ class LayerMemory(RankStep):
             parts.append(SavedTensors([Saved("stream", ids)]))
         layers = [i for i in self.placement.layers_of(stage) if has_backward(f"layers.{i}")]
         for layer in (index for index in layers if index < self.model.num_layers):
-            parts.append(self._layer(number, layer, whole, local, length))
+            parts.append(self._layer(forward, layer, whole, local, length))
         if stage < self.placement.schedule.num_stages - 1:
             return parts
         # Per token: the input, a target and a log-sum-exp.
@@ -185,18 +189,21 @@ class LayerMemory(RankStep):
         if has_backward("head"):
             parts.append(head)
         for layer in (index for index in layers if index >= self.model.num_layers):
-            # Token ids, two norms, both halves. The stream was counted with the head's norm.
+            # Token ids, two norms, and both halves of the projection's input. The norm of the
+            # stream has the same input as the head's norm, which was counted.
             duplicate = Saved("norms", -stream * (self.w == self.wide))
             halves = Saved("head", 2 * stream, held=2 * stream, gradient=stream)
             parts.append(SavedTensors([Saved("head", ids), norm, duplicate, norm, halves]))
-            parts.append(self._layer(number, layer, whole, local, length))
+            parts.append(self._layer(forward, layer, whole, local, length))
             parts.append(head)
         if self.model.has_joint_aux_loss:
-            size = self.scopes(number) * (_FLOAT64 * self.model.num_experts + _INT64)
+            size = self.scopes(forward) * (_FLOAT64 * self.model.num_experts + _INT64)
             parts.append(SavedTensors([Saved("dispatch", size)]))
         return parts
 
-    def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
+    def _layer(self, forward: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
+        """Kept tensors of one layer in one forward, with `whole` and `local` tokens; `length` is
+        that of a sequence or slice."""
         stream = local * self.w * self.model.hidden_size
         entry = stream * (self.w == self.wide)
         if self.model.architecture is not None:
@@ -208,9 +215,9 @@ class LayerMemory(RankStep):
             )
             saved = [Saved("other", whole * (kept + length * per_key))]
             if self.model.is_moe_layer(layer):
-                source, rows, inner, picks = self._rows(number, layer)
+                source, rows, kept_rows, picks = self._rows(forward, layer)
                 saved.append(Saved("dispatch", picks))
-                experts = self._routed(source, rows, inner)
+                experts = self._routed(source, rows, kept_rows)
                 if of_experts:
                     # Their code multiplies results by weights of 1, the exchange by the router's.
                     hidden = self.w * self.model.hidden_size
@@ -218,7 +225,7 @@ class LayerMemory(RankStep):
                     experts = Saved("experts", rows * size, pauses=True)
                 saved.append(experts)
             return SavedTensors(saved, input=stream, entry=entry)
-        saved = [self._norm(local), *self._attention(number, whole, local, length)]
+        saved = [self._norm(local), *self._attention(forward, whole, local, length)]
         # Gradients of the adapters' narrow products, kept until the weight gradients.
         if self.model.attention == "gqa":
             narrow = self._narrow(whole, "q_proj", "k_proj", "v_proj")
@@ -228,16 +235,16 @@ class LayerMemory(RankStep):
                 narrow += self._narrow(local, "q_a_proj") + self._narrow(whole, "q_b_proj")
             else:
                 narrow += self._narrow(whole, "q_proj")
-        leaves = local if self.plan.attention_exit == "all_to_all" else whole
-        gradient = narrow + self._narrow(leaves, "o_proj")
+        exit_tokens = local if self.plan.attention_exit == "all_to_all" else whole
+        gradient = narrow + self._narrow(exit_tokens, "o_proj")
         saved += [Saved("attention", 0.0, gradient=gradient), self._norm(local)]
         if self.model.is_moe_layer(layer):
-            saved += self._moe(number, layer, whole, local)
+            saved += self._moe(forward, layer, whole, local)
         else:
             saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
         return SavedTensors(saved, input=stream, entry=entry)
 
-    def _attention(self, number: int, whole: int, local: int, length: int) -> Iterator[Saved]:
+    def _attention(self, forward: int, whole: int, local: int, length: int) -> Iterator[Saved]:
         """An attention block without its norm; `length` is that of a sequence or slice."""
         model, plan, w, recomputed = self.model, self.plan, self.w, self.recomputes_core
         if model.attention == "mla":
@@ -260,12 +267,12 @@ class LayerMemory(RankStep):
             values = size if self.is_padded else model.value_head_dim
             outputs = 0 if self.is_by_rows else queries * values
             core = ((queries + keys) * size + keys * values + outputs) * w + queries * self.wide
-            core *= self.sequences(number) * self.placement.seq_len
+            core *= self.sequences(forward) * self.placement.seq_len
         else:
             # The log-sum-exp, and outputs that are copied for the last product, or recomputed.
-            second = model.value_head_dim if recomputed else 0
-            second = model.query_head_dim if self.is_padded else second
-            core = self.heads * (self.wide + (0 if self.is_by_rows else w * second))
+            copied_size = model.value_head_dim if recomputed else 0
+            copied_size = model.query_head_dim if self.is_padded else copied_size
+            core = self.heads * (self.wide + (0 if self.is_by_rows else w * copied_size))
             core *= whole
         yield Saved("attention", core, is_recomputed=recomputed)
         result, hidden = whole * w * self.heads * model.value_head_dim, model.hidden_size
@@ -285,60 +292,65 @@ class LayerMemory(RankStep):
         entered = whole * w * model.hidden_size
         projected = whole * w * size * (heads + 2 * keys)
         yield Saved("attention", entered, held=entered, gradient=projected)
-        channels = 0.0 if self.swaps else heads + keys
-        per_head = summed = 0.0
+        # Heads with a kept copy (the rotated queries and keys), and bytes per token of their norms
+        # and of sums over all heads.
+        copied_heads = 0.0 if self.swaps else heads + keys
+        norm_bytes = sum_bytes = 0.0
         # Query heads of several groups are copied next to each other; those of one are a view.
-        copied = heads if keys > 1 else 0.0
+        grouped_heads = heads if keys > 1 else 0.0
         if model.qk_norm and model.qk_norm_over == "head":
             # The norm's input is a view of the projections, unless it is converted to fp32.
             of_keys = self.wide * keys * (size * (1 + (w < self.wide)) + 1)
-            of_queries = self.wide * (size * (heads + (heads if w < self.wide else copied)) + heads)
+            converted_heads = heads if w < self.wide else grouped_heads
+            of_queries = self.wide * (size * (heads + converted_heads) + heads)
             if self._is_one_pass(whole * heads * size):
                 of_queries = w * size * heads
             if self._is_one_pass(whole * keys * size):
                 of_keys = w * size * keys
-            per_head = of_queries + of_keys
+            norm_bytes = of_queries + of_keys
             if model.clip_qkv:
-                channels += heads + 2 * keys
+                copied_heads += heads + 2 * keys
         elif model.qk_norm:
-            channels += copied + heads + keys
-            per_head = 2 * self.wide
+            copied_heads += grouped_heads + heads + keys
+            norm_bytes = 2 * self.wide
             # The sums, an input of the recomputed part.
-            summed = 2 * self.wide * self.recomputes_core
+            sum_bytes = 2 * self.wide * self.recomputes_core
             if w < self.wide:
-                summed += self.wide * size * (heads + keys)
+                sum_bytes += self.wide * size * (heads + keys)
             if model.clip_qkv:
-                channels += heads + 2 * keys
+                copied_heads += heads + 2 * keys
         elif model.clip_qkv:
-            channels += copied + keys
+            copied_heads += grouped_heads + keys
         # The projections stay allocated if a view of them is kept: values, or keys before the norm.
         is_read = model.clip_qkv > 0 or (model.qk_norm and w == self.wide)
         if self.swaps and not (is_read or self.recomputes_core):
             projected = 0.0
-        yield Saved("attention", projected + whole * summed)
-        core = whole * (w * size * channels + per_head)
+        yield Saved("attention", projected + whole * sum_bytes)
+        core = whole * (w * size * copied_heads + norm_bytes)
         yield Saved("attention", core, is_recomputed=self.recomputes_core)
 
     def _latent(self, whole: int, local: int) -> Iterator[Saved]:
         """Latent attention: the stream, the latents before and after their norms; queries, keys
         and values of all heads, padded to one size if the kernel needs that."""
         model, w, wide, heads = self.model, self.w, self.wide, self.heads
-        rank, latent, rotary = model.q_lora_rank, model.kv_lora_rank, model.qk_rotary_head_dim
+        low_rank, latent, rotary = model.q_lora_rank, model.kv_lora_rank, model.qk_rotary_head_dim
         queries = whole * w * heads * model.query_head_dim
         expanded = whole * w * heads * (model.qk_nope_head_dim + model.v_head_dim)
         stream = local * w * model.hidden_size
-        yield Saved("attention", stream, held=stream, gradient=local * w * (rank + latent + rotary))
-        for size, extra in ((latent, rotary), (rank, 0)):
+        yield Saved(
+            "attention", stream, held=stream, gradient=local * w * (low_rank + latent + rotary)
+        )
+        for size, extra in ((latent, rotary), (low_rank, 0)):
             if size:
                 # Input, normalised copy and inverse root of a norm.
                 kept = wide * (2 * size + 1) + w * extra * (w == wide)
                 if self._is_one_pass(local * size):
                     kept = w * size
                 yield Saved("attention", local * kept)
-        if not rank and self.plan.tp > 1:
+        if not low_rank and self.plan.tp > 1:
             gathered = whole * w * model.hidden_size
             yield Saved("attention", gathered, held=gathered)
-        entered = whole * w * (rank + latent + rotary)
+        entered = whole * w * (low_rank + latent + rotary)
         yield Saved("attention", entered, held=entered, gradient=queries + expanded)
         values = whole * w * heads * model.query_head_dim if self.is_padded else expanded
         if self.recomputes_core:
@@ -349,12 +361,14 @@ class LayerMemory(RankStep):
         yield Saved("attention", 2 * queries + values, is_recomputed=self.recomputes_core)
 
     def _norm(self, rows: int) -> Saved:
+        """A norm of `rows` rows: its input, or input, normalised copy and inverse root."""
         hidden = self.model.hidden_size
         if self._is_one_pass(rows * hidden):
             return Saved("norms", rows * self.w * hidden)
         return Saved("norms", rows * self.wide * (2 * hidden + 1))
 
     def _is_one_pass(self, numbers: float) -> bool:
+        """Whether a norm of this many numbers is one operation, which keeps only its input."""
         return self.w <= 4 and numbers >= ONE_PASS_NUMBERS
 
     def _mlp(self, whole: int, width: int, *, owns_input: bool) -> Iterator[Saved]:
@@ -370,10 +384,10 @@ class LayerMemory(RankStep):
             yield Saved("mlp", 2 * inner)  # gate and up; silu(gate) is recomputed
             yield Saved("mlp", inner, held=inner, gradient=hidden)
 
-    def _moe(self, number: int, layer: int, whole: int, local: int) -> Iterator[Saved]:
+    def _moe(self, forward: int, layer: int, whole: int, local: int) -> Iterator[Saved]:
         """Router, auxiliary loss, dispatch, shared and routed experts."""
         model, plan, w, wide = self.model, self.plan, self.w, self.wide
-        alone = plan.ep * plan.etp == 1
+        has_all_experts = plan.ep * plan.etp == 1
         k, experts = model.experts_per_token, model.num_experts
         entered = local * wide * model.hidden_size
         yield Saved("router", entered, held=entered, gradient=local * wide * experts)
@@ -388,35 +402,37 @@ class LayerMemory(RankStep):
             is_shared = model.aux_loss_scope == "sequence"
             yield Saved("dispatch", _INT64 * local, is_shared=is_shared)
             # Frequencies and number of tokens of each scope.
-            size = self.scopes(number) * (wide * experts + _INT64) * (not model.has_joint_aux_loss)
+            size = self.scopes(forward) * (wide * experts + _INT64) * (not model.has_joint_aux_loss)
             if model.router_score != "softmax":
                 size += local * wide * experts
             if model.z_loss_coefficient:
                 size += local * wide * (experts + 2)
             yield Saved("dispatch", size)
-        source, rows, kept, picks = self._rows(number, layer)
+        source, rows, kept_rows, picks = self._rows(forward, layer)
         yield Saved("dispatch", picks)
-        narrow = local * w * model.hidden_size
+        stream = local * w * model.hidden_size
         # The stream after the norm is the router's input, in fp32 at least. In the same precision
-        # it is also the input of the local experts and of the shared expert.
+        # it is also the input of the local experts and of the shared expert; else these keep a
+        # copy.
         is_shared_input = bool(model.shared_width) and (plan.tp == 1 or model.shared_gate)
-        if w < wide and (alone or is_shared_input):
+        if w < wide and (has_all_experts or is_shared_input):
             kind = "mlp" if is_shared_input else "experts"
-            yield Saved(kind, narrow, held=narrow)
+            yield Saved(kind, stream, held=stream)
         if model.shared_width:
             yield from self._mlp(whole, model.shared_width, owns_input=plan.tp > 1)
         if model.shared_gate:
             # Both factors: the sigmoid, and the shared experts' output.
-            yield Saved("mlp", local * w + narrow, gradient=local * w)
-        yield self._routed(source, rows, kept)
+            yield Saved("mlp", local * w + stream, gradient=local * w)
+        yield self._routed(source, rows, kept_rows)
 
-    def _routed(self, source: float, rows: float, kept: float) -> Saved:
-        """The experts' rows; gate and up; a weight per row. See :meth:`_rows`."""
+    def _routed(self, source: float, rows: float, kept_rows: float) -> Saved:
+        """The routed experts: their rows; gate and up; a weight per row. The arguments are the
+        first three numbers of :meth:`_rows`."""
         plan, hidden = self.plan, self.w * self.model.hidden_size
         is_copied = plan.ep * plan.etp > 1 or plan.combine == "exact"
         copied = source * hidden if is_copied else 0.0
         width = self.w * self.model.expert_intermediate_size / plan.etp
-        inner = 0.0 if "experts" in plan.recomputed_parts else 2 * kept * width
+        inner = 0.0 if "experts" in plan.recomputed_parts else 2 * kept_rows * width
         narrow = 2 * self._narrow(rows, "gate_proj", "up_proj", "down_proj")
         gradient = rows * (hidden + 3 * width) + narrow
         size = copied + rows * self.wide + inner
@@ -427,16 +443,16 @@ class LayerMemory(RankStep):
         lora = self.model.lora
         return rows * self.w * lora.rank * sum(map(lora.adapts, targets))
 
-    def _rows(self, number: int, layer: int) -> tuple[float, ...]:
-        """Sums over all chunks of this rank in one layer: rows in the source of the experts' rows,
-        rows at the experts, rows with kept gate and up (padded for the products), bytes of
-        positions and weights of the dispatch."""
+    def _rows(self, forward: int, layer: int) -> tuple[float, ...]:
+        """Sums over all chunks of this rank in one layer: rows of the buffer from which the
+        experts' rows are picked, rows at the experts, rows with kept gate and up (padded for the
+        products), and bytes of positions and weights of the dispatch."""
         plan, ep_index = self.plan, self.coordinates["ep"]
         most = rows_at_once(self.max_tokens, self.model.experts_per_token, plan.etp)
         chunks: list[tuple[float, float, float, float]] = []
         wide, k = self.wide, self.model.experts_per_token
         for chunk in range(self.chunks):
-            sent = self.sent_by(number, layer, chunk)
+            sent = self.sent_by(forward, layer, chunk)
             local = sent(self.rank)
             peers = [sent(peer) for peer in self.placement.members("ep_etp", self.rank)]
             source = total = sum(peer.rows[ep_index] for peer in peers)
@@ -519,7 +535,7 @@ def predict_memory(
 
 
 def predicted_memory(config: RunConfig, rank: int, *, on_cpu: bool = True) -> MemoryProfile:
-    """Memory of a rank of a run in a step, with uniform routing; on a CPU nothing is offloaded."""
+    """Memory of `rank` in a step of a run with uniform routing; `on_cpu` nothing is offloaded."""
     return predict_memory(
         config.model,
         config.plan.without_offload if on_cpu else config.plan,

@@ -55,8 +55,8 @@ class StagePlacement:
         self.layers = cut_layers(model, schedule.num_stages, plan.layers_per_stage)
         #: Unit at whose input the backward ends.
         self.first_trained_unit = first_unit(tuning, model, plan)
-        ends_at = first_stage(self.first_trained_unit, self.layers)
-        self.schedule: Schedule = replace(schedule, first_trained_stage=ends_at)
+        first_trained = first_stage(self.first_trained_unit, self.layers)
+        self.schedule: Schedule = replace(schedule, first_trained_stage=first_trained)
         #: The parameters of the whole model.
         self.tensors: list[ParameterTensor] = list(tuned_tensors(model, plan, tuning))
         #: Units that no backward reaches.
@@ -125,18 +125,19 @@ class RankStep:
         self.model, self.plan = self.placement.model, self.placement.plan
         self.layout, self.schedule = self.placement.layout, self.placement.schedule
         self.coordinates = self.placement.coordinates(self.rank)
-        #: Bytes of a number that has at least fp32.
+        #: Bytes of a number in at least fp32, as in norms and sums.
         self.wide = max(self.w, 4)
         #: Axis of the ranks that share sequences.
         self.sharing = "cp_tp" if self.plan.cp > 1 else "tp"
         self.routing = self.given_routing or uniform_routing(self.model, self.layout)
         self.max_tokens = self.plan.tokens_per_rank(self.placement.seq_len, self.global_batch)
+        # Exact sums and experts on the rank itself take all tokens in one chunk.
         is_whole = self.plan.combine == "exact" or self.plan.ep * self.plan.etp == 1
         self.chunks = 1 if is_whole else self.plan.dispatch_chunks
 
     def tokens(self, forward: int, rank: int | None = None) -> tuple[int, int]:
-        """(tokens of a forward on the ranks that share its positions, rows of the residual stream
-        on `rank`, by default this one)."""
+        """Tokens of a forward before and after tp cuts them: on the ranks that share its positions,
+        and in the residual stream of `rank` (by default this one)."""
         placement = self.placement
         at = placement.coordinates(self.rank if rank is None else rank)
         microbatch, part = divmod(forward, len(placement.lengths))
@@ -145,7 +146,8 @@ class RankStep:
         return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
 
     def blocks(self, tokens: int, channels: int | None = None) -> list[float]:
-        """Bytes of each tensor-parallel rank's rows of `channels`, by default of the stream."""
+        """Bytes that each tensor-parallel rank has of `tokens` rows of `channels`, by default those
+        of the residual stream."""
         width = (self.model.hidden_size if channels is None else channels) * self.w
         return [float(rows * width) for rows in shard_sizes(tokens, self.plan.tp)]
 
@@ -212,8 +214,8 @@ def owned_range(placement: StagePlacement, bucket: Bucket, rank: int) -> range:
 
 
 def matrix_parts(placement: StagePlacement, rank: int, element: int) -> Iterator[Part]:
-    """The parts of tensors with matrices whose states `rank` keeps, as those of
-    :class:`moemesh.train.muon.MatrixUpdates`."""
+    """The parts of matrices whose states `rank` keeps, as
+    :class:`moemesh.train.muon.MatrixUpdates` cuts them."""
     tensors = {tensor.name: tensor for tensor in placement.tensors}
     layout, at = placement.layout, placement.coordinates(rank)
     for bucket in data_buckets(placement, rank, element):
@@ -228,18 +230,19 @@ def matrix_parts(placement: StagePlacement, rank: int, element: int) -> Iterator
                 yield part
 
 
-# Gathers of ZeRO-3, from a walk over the operations of a rank: their number, and the bytes of
-# gathered weights at the same time.
+# Gathers of ZeRO-3 from a walk over the operations of a rank: their number, and the peak bytes of
+# gathered weights.
 #
-# It follows `moemesh.parallel.data.buckets`: a unit is gathered before it is used, together with
-# the next one, and freed after its last use, unless `plan.reshard` keeps it for the step.
+# The walk follows `moemesh.parallel.data.buckets`: a unit is gathered before it is used, together
+# with the next one, and freed after its last use, unless `plan.reshard` keeps it for the step.
 
 
 def gathered_units(
     placement: StagePlacement, rank: int, element_bytes: int
 ) -> tuple[Counter[tuple[Bucket, str]], int]:
-    """Gathers of one step of one rank under ``plan.data = zero3``: (bucket, phase) -> number of
-    gathers of its weights; and the peak bytes of weights that are gathered or in flight."""
+    """Gathers of one step of `rank` under ``plan.data = zero3``: (bucket, phase) -> number of
+    gathers of the bucket's weights; and the peak bytes of weights that are gathered or in
+    flight."""
     model, schedule = placement.model, placement.schedule
     pp_rank = placement.coordinates(rank)["pp"]
     units: dict[str, list[Bucket]] = {}
@@ -268,6 +271,7 @@ def gathered_units(
             uses += [("forward", unit) for unit in chain(main, *ahead)]
         elif op.kind == "B":
             reached = [unit for unit in main if placement.has_backward(unit)]
+            # An extra prediction layer reads the embedding, its layer and the head.
             for _, layer, head in ahead:
                 reached += [layer, head] if placement.has_backward(layer) else []
             # The backward of the embedding reads no weights.

@@ -56,8 +56,8 @@ from moemesh.trace.ledger import Ledger
 
 
 class Volume(NamedTuple):
-    """Events of one kind: `events` per step, each with `wire_bytes` sent, `received_bytes` received
-    and a tensor of `payload_bytes`."""
+    """Collectives or messages of one kind: `events` per step. A rank sends `wire_bytes` in each and
+    receives `received_bytes`; the tensor has `payload_bytes`."""
 
     axis: str
     op: str
@@ -83,20 +83,24 @@ def volumes_ledger(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> L
 
 
 class _Volumes:
+    """The list `volumes` of one rank, filled axis by axis."""
+
     def __init__(self, shape: ModelShape, layout: PlannedLayout, rank: int) -> None:
         self.shape, self.layout, self.rank = shape, layout, rank
         self.volumes: list[Volume] = []
         self.content = Stages.of(shape, layout, microbatches=1).contents[rank]
         self.step = pipeline_step(layout, 1)
-        ahead = shape.num_mtp_layers * self.content.has_head
-        kinds = self.content.kinds + Counter({shape.mtp_kind: ahead})
+        mtp_layers = shape.num_mtp_layers * self.content.has_head
+        kinds = self.content.kinds + Counter({shape.mtp_kind: mtp_layers})
         self.layers = kinds.total()
         self.moe = sum(number for kind, number in kinds.items() if kind.moe)
+        #: Microbatches that each layer of the rank computes in a step.
         self.m = layout.microbatches
         if self.step.share < 1:
             # A rank runs two stages, each on half of the microbatches.
             self.m = layout.microbatches / 2
         self.repeated = repeated_callers(layout.recompute)
+        #: Bytes of a microbatch's residual stream before tp cuts it.
         self.stream = layout.tokens * shape.hidden_size * layout.element_bytes
         if layout.tp > 1:
             self._tensor()
@@ -119,8 +123,8 @@ class _Volumes:
         self._sums("dp_cp", dense, layout.trained_dense, replicas, shards, self.layers)
         replicas, shards = layout.edp, layout.expert_shards
         self._sums("edp", experts, layout.trained_experts, replicas, shards, self.moe)
-        ends = self.content.has_embedding != self.content.has_head
-        if shape.tied_embeddings and layout.pp > 1 and ends:
+        has_one_end = self.content.has_embedding != self.content.has_head
+        if shape.tied_embeddings and layout.pp > 1 and has_one_end:
             size = shape.vocab_size * shape.hidden_size / layout.tp * width
             self._enter("pp", "all_reduce", "backward", "tied_embedding", 1, size, 2)
 
@@ -172,6 +176,7 @@ class _Volumes:
             self._layer("tp", summed, gathered, "embedding", m, self.stream)
         if self.content.has_head:
             self._layer("tp", gathered, summed, "head", m, self.stream)
+            # Three fp32 numbers a token.
             self._enter("tp", "all_reduce", "forward", "head.loss", m, 3 * 4 * layout.tokens)
 
     def _blocks(self, caller: str, count: float, exit_form: str, entering: float) -> None:
@@ -193,6 +198,8 @@ class _Volumes:
 
     def _context(self) -> None:
         layout, shape, c = self.layout, self.shape, self.layout.cp
+        # Bytes of a channel of all heads on one tp rank, then of all keys and values of a
+        # microbatch.
         width = layout.element_bytes / layout.tp
         keys = shape.kv_width + shape.value_width
         whole = layout.microbatch * layout.seq_len * keys * width
@@ -225,6 +232,7 @@ class _Volumes:
         plain = shape.hidden_size * layout.element_bytes
         coded = packed_bytes(shape.hidden_size) if layout.payload == "fp8" else plain
         mesh, tokens = layout.mesh, layout.tokens / layout.tp * layout.imbalance
+        #: Dispatcher -> rows that arrive at a rank over each axis.
         table = rows_moved(
             tokens=tokens,
             chosen=shape.experts_per_token,
@@ -238,7 +246,8 @@ class _Volumes:
             arriving = table[name].by_axis.get(hop.axis, arriving)
             # Lanes of an ep index gather each other's rows.
             rows = arriving * layout.etp if hop.is_gathered else arriving
-            width, (view, dims) = plain if hop.axis == "etp" else coded, AXES[hop.axis]
+            width = plain if hop.axis == "etp" else coded
+            view, dims = AXES[hop.axis]
             members = prod(mesh.dimensions(view)[dim] for dim in dims)
             there, back = hop.ops
             sizes = count, rows * width, rows * plain, members
@@ -260,8 +269,8 @@ class _Volumes:
             weight *= share
         gradient, weight = gradient / buckets, weight / buckets
         # ZeRO-2 has no buffer for unreduced gradients of several microbatches.
-        is_often = layout.reduce_every_microbatch or "gradients" in SHARDED_STATES[data]
-        sums = buckets * (layout.microbatches if is_often else 1)
+        is_per_microbatch = layout.reduce_every_microbatch or "gradients" in SHARDED_STATES[data]
+        sums = buckets * (layout.microbatches if is_per_microbatch else 1)
         if layout.parameter_server:
             servers = min(layout.servers, replicas)
             server = wire.parameter_server(gradient, weight, replicas, servers)
