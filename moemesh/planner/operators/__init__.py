@@ -1,1 +1,1 @@
-"""Intra-operator parallelism: operator graphs, their best strategies, and a check of both."""
+"""Intra-operator parallelism: graphs of operators and the best strategies for them."""

@@ -114,8 +114,8 @@ class TransformerBlocks:
         cut: tuple[str, ...],
         **values: Any,
     ) -> int:
-        """An operator that reads `sources`. By default its output has the size of the stream and is
-        kept for the backward; `values` override this."""
+        """Position of a new operator that reads `sources`. By default its output has the size of
+        the stream and is kept for the backward; `values` override this."""
         kept: dict[str, Any] = {"output_bytes": self.stream_bytes, "kept_bytes": self.stream_bytes}
         spec = OperatorSpec(
             name=name,
@@ -129,13 +129,14 @@ class TransformerBlocks:
         return self.graph.add(spec, *sources)
 
     def _norm(self, name: str, source: int) -> int:
-        ends, scale = ([source], (_STREAM,), _STREAM), float(self.shape.norm_weights)
-        return self._add(name, *ends, 2 * self.stream_bytes, cut=_TOKENS, weight_elements=scale)
+        ends = [source], (_STREAM,), _STREAM
+        weights = float(self.shape.norm_weights)
+        return self._add(name, *ends, 2 * self.stream_bytes, cut=_TOKENS, weight_elements=weights)
 
     def _sum(self, name: str, *sources: int, recomputable: bool = True) -> int:
         moved, inputs = (len(sources) + 1) * self.stream_bytes, (_STREAM,) * len(sources)
-        how: dict[str, Any] = {"cut": _STREAM, "linear": True, "recomputable": recomputable}
-        return self._add(name, sources, inputs, _STREAM, moved, **how)
+        values: dict[str, Any] = {"cut": _STREAM, "linear": True, "recomputable": recomputable}
+        return self._add(name, sources, inputs, _STREAM, moved, **values)
 
     def _product(
         self,
@@ -208,6 +209,7 @@ class TransformerBlocks:
         return self._product("output", "heads", "hidden", core)
 
     def _mlp(self, prefix: str, dim: str, source: int) -> int:
+        """Up (with gate), activation, down, through the inner dim `dim`."""
         width = self.sizes[dim]
         inner_bytes = float(self.tokens * width * _ELEMENT_BYTES)
         up = self._product(
@@ -236,14 +238,14 @@ class TransformerBlocks:
         )
         routed = rows * shape.hidden_size * _ELEMENT_BYTES
         moved, kept = routed + self.stream_bytes, {"output_bytes": routed, "kept_bytes": routed}
-        taken = (_STREAM, _GATES)
-        sent = self._add("dispatch", [normed, gates], taken, _ROWS, moved, cut=_TOKENS, **kept)
-        experts, wide = shape.num_experts, (*_ROWS[:2], "expert_width")
+        inputs = (_STREAM, _GATES)
+        sent = self._add("dispatch", [normed, gates], inputs, _ROWS, moved, cut=_TOKENS, **kept)
+        experts, inner_rows = shape.num_experts, (*_ROWS[:2], "expert_width")
         ends = ("hidden", "expert_width", sent)
         up = self._product(
             "expert up", *ends, outer_width=self.ups * width, kept=True, experts=experts
         )
-        act = self._activation("expert activation", up, wide, rows * width * _ELEMENT_BYTES)
+        act = self._activation("expert activation", up, inner_rows, rows * width * _ELEMENT_BYTES)
         down = self._product("expert down", "expert_width", "hidden", act, experts=experts)
         back = (_ROWS, _GATES), _STREAM, moved
         return self._add("combine", [down, gates], *back, cut=_TOKENS, kept_bytes=0.0)

@@ -118,11 +118,12 @@ class OperatorGraph:
 
 # Mixed-integer linear programs through scipy's HiGHS, with types.
 #
-# Built row by row: `IntegerProgram.variable`, `row`, `solve`. It solves the operator graphs, in the
-# marginal form of Alpa's integer program (section 4.2): s_i is the one-hot choice of operator i,
-# e_ij >= 0 is continuous with sum over t of e_ij[s, t] = s_i[s] and sum over s of e_ij[s, t] =
-# s_j[t]. Its relaxation is exact on trees. Strategies with equal rows of an edge (the same output
-# layout) share the variables of that edge. It also checks the dynamic programs.
+# A program is built row by row and solved: `IntegerProgram.variable`, `row`, `solve`. Operator
+# graphs have the marginal form of Alpa's integer program (section 4.2): s_i is the one-hot choice
+# of operator i, e_ij >= 0 is continuous with sum over t of e_ij[s, t] = s_i[s] and sum over s of
+# e_ij[s, t] = s_j[t]. The relaxation of this form is exact on trees. Strategies with equal rows of
+# an edge (the same output layout) share the variables of that edge. Other programs check the
+# dynamic programs of `planner.stages`.
 #
 # Memory has a price in seconds per byte: every price gives a point of the (bytes, seconds) frontier
 # that no mixture of others improves on. A memory row over all operators would destroy the tight
@@ -133,9 +134,11 @@ class IntegerProgram:
     """minimise sum of cost * variable, subject to rows low <= sum of coefficient * x <= high."""
 
     def __init__(self) -> None:
-        #: (cost, upper bound, whether it is integral) of each variable; bounds of each row.
+        #: (cost, upper bound, whether it is integral) of each variable.
         self._variables: list[tuple[float, float, bool]] = []
+        #: Bounds of each row.
         self._rows: list[tuple[float, float]] = []
+        #: (row, variable, coefficient)
         self._entries: list[tuple[int, int, float]] = []
 
     def variable(self, cost: float = 0.0, *, high: float = 1.0, integral: bool = True) -> int:
@@ -182,14 +185,15 @@ class Assignment(NamedTuple):
 
 
 def solve(graph: OperatorGraph, *, byte_price: float = 0.0, in_flight: float = 1.0) -> Assignment:
-    """Least seconds + byte_price * (state + in_flight * saved bytes).
+    """The assignment of least seconds + byte_price * (state + in_flight * saved bytes).
 
-    Some choice must be finite: of a model it is that of whole operators.
+    Some assignment must be finite; in a graph of a model, that of whole operators is.
     """
     costs = [
         np.array([
-            way.seconds + byte_price * (way.state_bytes + in_flight * way.saved_bytes)
-            for way in operator.strategies
+            strategy.seconds
+            + byte_price * (strategy.state_bytes + in_flight * strategy.saved_bytes)
+            for strategy in operator.strategies
         ])
         for operator in graph.operators
     ]  # fmt: skip
@@ -209,6 +213,7 @@ def solve(graph: OperatorGraph, *, byte_price: float = 0.0, in_flight: float = 1
         columns, column_class = _classes(edge.seconds.T)
         seconds = edge.seconds[np.ix_(rows, columns)] * (scale * graph.count(edge.group))
         pairs = [[program.variable(float(cost), integral=False) for cost in row] for row in seconds]
+        # The pairs with a class of strategies at one end sum to the choice of that class.
         for ends, classes, lines in (
             (nodes[edge.source], row_class, pairs),
             (nodes[edge.target], column_class, list(map(list, zip(*pairs, strict=True)))),

@@ -43,6 +43,7 @@ from functools import lru_cache
 #: One placement an axis: "R", "P", "B" or "S" and the number of a dim.
 MeshLayout = tuple[str, ...]
 
+#: What a placement is in one direction, if it differs: of the tensor, and of its gradient.
 _FORWARD = {"B": "R"}
 _GRADIENT = {"P": "R", "B": "P"}
 
@@ -77,8 +78,8 @@ def reshard_seconds(
     `backward` adds the change of its gradient from `target` to `source`.
     """
     seconds = 0.0
-    ways = [(source, target, _FORWARD), (target, source, _GRADIENT)]
-    for start, end, names in ways if backward else ways[:1]:
+    passes = [(source, target, _FORWARD), (target, source, _GRADIENT)]
+    for start, end, names in passes if backward else passes[:1]:
         before = tuple(names.get(placement, placement) for placement in start)
         after = tuple(names.get(placement, placement) for placement in end)
         if before != after:

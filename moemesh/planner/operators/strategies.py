@@ -32,6 +32,7 @@ from moemesh.planner.operators.graph import Edge, Operator, OperatorGraph, Strat
 from moemesh.planner.operators.resharding import MeshAxis, MeshLayout, reshard_seconds
 from moemesh.planner.timing.links import Links
 
+#: Choices of an operator along a mesh axis, besides a dim to cut: no cut, or partial sums.
 WHOLE = "whole"
 PARTIAL = "partial"
 #: Share of the peak that products reach.
@@ -90,7 +91,8 @@ class CostModel:
 def cost_model(
     cluster: Cluster, axes: Mapping[str, int], *, microbatches: int = 1, recompute: bool = False
 ) -> CostModel:
-    """A cost model of one cluster: roofline compute, alpha-beta links by the shape of the group.
+    """A cost model of one cluster: roofline times of operators, and links with a latency and a
+    bandwidth that depend on the shape of the group.
 
     `axes` are names and degrees, innermost (neighbouring ranks) last. Raises UserError for a
     cluster without a peak for bfloat16.
@@ -98,26 +100,27 @@ def cost_model(
     if "bfloat16" not in cluster.peak_flops:
         known = ", ".join(cluster.peak_flops)
         raise UserError(f"cluster {cluster.name} has no peak for bfloat16; it has {known}")
-    group = Links(
+    links = Links(
         intra=cluster.intra_node_bandwidth,
         inter=cluster.inter_node_bandwidth,
         node_size=cluster.gpus_per_node,
     )
-    links: list[MeshAxis] = []
+    mesh_axes: list[MeshAxis] = []
+    #: Distance in ranks between neighbours along the axis.
     stride = prod(axes.values())
     for name, size in axes.items():
         stride //= size
-        per_byte = 1 / float(group.bandwidth(size, stride))
+        per_byte = 1 / float(links.bandwidth(size, stride))
         inside = size * stride <= cluster.gpus_per_node
         latency = cluster.intra_node_latency if inside else cluster.inter_node_latency
-        links.append(MeshAxis(name=name, size=size, latency=latency, seconds_per_byte=per_byte))
+        mesh_axes.append(MeshAxis(name=name, size=size, latency=latency, seconds_per_byte=per_byte))
     peak, memory = cluster.peak_flops["bfloat16"] * _EFFICIENCY, cluster.memory_bandwidth
 
     def compute_seconds(flops: float, moved_bytes: float) -> float:
         return max(flops / peak, moved_bytes / memory)
 
     return CostModel(
-        axes=tuple(links),
+        axes=tuple(mesh_axes),
         compute_seconds=compute_seconds,
         microbatches=microbatches,
         recompute=recompute,
@@ -163,13 +166,13 @@ def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operat
             if spec.exchange_bytes.get(way):
                 # All-gather of the other ranks' tensors in the forward, reduce-scatter of their
                 # gradients in the backward.
-                others = _cut(costs, ways, set(spec.cut) - {way})
-                exchanged += 2 * axis.gather(spec.exchange_bytes[way] / others)
+                other_cuts = _cut(costs, ways, set(spec.cut) - {way})
+                exchanged += 2 * axis.gather(spec.exchange_bytes[way] / other_cuts)
         seconds = seconds / costs.microbatches + exchanged
         moved = spec.moved_bytes / shards + weights * costs.weight_bytes
         forward = costs.compute_seconds(spec.flops / shards, moved)
-        taken = zip(costs.axes, ways, strict=True)
-        name = ",".join(f"{axis.name}={way}" for axis, way in taken if way != WHOLE)
+        way_of_axis = zip(costs.axes, ways, strict=True)
+        name = ",".join(f"{axis.name}={way}" for axis, way in way_of_axis if way != WHOLE)
         strategy = Strategy(
             name=name or WHOLE,
             inputs=tuple(_layout(dims, ways, "B") for dims in spec.inputs),

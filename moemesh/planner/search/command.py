@@ -61,7 +61,7 @@ class KnownRun:
 def known_runs(model: Model, cluster: Cluster, precision: Precision) -> Iterator[KnownRun]:
     """Published runs of the same sizes on any number of the same kind of device."""
     table: dict[str, Any] = read_preset_table("layouts", "calibration")
-    price = pricing(cluster)
+    prices = pricing(cluster)
     for run in table["run"]:
         if run["device"] != accelerator_of_cluster(cluster).name:
             continue
@@ -74,15 +74,15 @@ def known_runs(model: Model, cluster: Cluster, precision: Precision) -> Iterator
         yield KnownRun(
             **{key: run[key] for key in ("source", "device", "seconds")},
             layout=layout,
-            predicted=price.seconds(model.shape, layout)["total"],
-            here=price.seconds(model.shape, requested)["total"],
+            predicted=prices.seconds(model.shape, layout)["total"],
+            here=prices.seconds(model.shape, requested)["total"],
             speed=Speed.of(model.shape, layout, cluster, run["seconds"]),
         )
 
 
 #: Tokens of a very short sequence that all context degrees divide.
 _SHORT = 64
-#: Keys that may be set with a plan: those on what trains.
+#: Beginnings of keys that `--set` takes: the weights that train, and offload.
 _TUNED = ("lora.", "train.freeze", "train.train_only", "train.esft", "plan.offload")
 #: First words of a file that `plan --write` may overwrite.
 PLAN_FILE = "# Written by `moemesh plan`"
@@ -116,7 +116,7 @@ class PlannedAnswer:
     top: int = 5
     #: Whether the whole memory interval of any layout fits the device.
     has_safe: bool = True
-    #: Options with which the interval of some layout fits where that of none does.
+    #: Options with which the whole memory interval of some layout fits; () if `has_safe`.
     safer: tuple[str, ...] = ()
     #: Published measurements of the model on such devices.
     published: tuple[KnownRun, ...] = ()
@@ -179,7 +179,8 @@ def plan(
             f"{cluster.name} fits in {format_bytes(cluster.memory_bytes)}: "
             f"{what_would_fit(search)}\n{fix}"
         )
-    has_safe, safer = bool((search.needed <= min(safe, search.capacity)).any()), list[str]()
+    has_safe = bool((search.needed <= min(safe, search.capacity)).any())
+    safer: list[str] = []
     for group in () if has_safe else _tunings(model, space):
         for options, shares in group.items():
             trained = replace(space, trained=dict(shares))
@@ -210,7 +211,7 @@ def plan(
 def _tunings(model: Model, space: Space) -> list[Tunings]:
     """The options of a run that needs less memory for its states, and the fields of its layouts:
     adapters instead of all weights, adapters beside a base in 4 bits, the optimizer on the host.
-    Adapters of attention alone follow those of all projections."""
+    Each group has adapters of all projections first, then those of attention alone."""
     given: Mapping[str, Any] = space.trained
     base, bits = "--set lora.base=nf4", "(the frozen base in 4 bits)"
     host = "--set plan.offload=optimizer (its states in host memory)"
@@ -221,9 +222,10 @@ def _tunings(model: Model, space: Space) -> list[Tunings]:
     settings = model.settings if given else ("lora.rank=16",)
     words = [*_words(_model_settings(model._replace(config=config))), *settings]
     kinds = projections(config)
-    outside = {kind.target for kind in kinds if kind.block != "attention"}
-    inside = dict.fromkeys(kind.target for kind in kinds if kind.target not in outside)
-    narrow, of_attention = f"lora.targets={','.join(inside)}", "(adapters of attention alone)"
+    # A target's name may be in several blocks.
+    elsewhere = {kind.target for kind in kinds if kind.block != "attention"}
+    targets = dict.fromkeys(kind.target for kind in kinds if kind.target not in elsewhere)
+    narrow, of_attention = f"lora.targets={','.join(targets)}", "(adapters of attention alone)"
     with suppress(ConfigError):
         whole = given or trained_shares(load_run([], words, environ={}).config)
         narrower = trained_shares(load_run([], [*words, narrow], environ={}).config)
@@ -254,7 +256,8 @@ def cheapest(
     """The fastest layout on half, a quarter, ... of the nodes, if it takes over one percent fewer
     GPU-hours than the first answer; None if fewer devices save nothing."""
     best, best_smaller = planned.candidates[0], None
-    least = 0.99 * best.seconds * space.num_devices
+    #: Device-seconds of a step that a layout on fewer nodes must save.
+    limit = 0.99 * best.seconds * space.num_devices
     nodes = planned.cluster.nodes // 2
     while nodes:
         cluster = planned.cluster.model_copy(update={"nodes": nodes})
@@ -263,11 +266,11 @@ def cheapest(
             searched = SearchSpace(planned.model.shape, cluster, smaller, progress)
         except ConfigError:  # no layout of this number of devices is legal
             break
-        numbers = searched.fitting(searched.capacity, 1)
-        if not numbers or searched.seconds(numbers[0]) * cluster.num_devices >= least:
+        fastest = searched.fitting(searched.capacity, 1)
+        if not fastest or searched.seconds(fastest[0]) * cluster.num_devices >= limit:
             break
-        best_smaller = searched.candidate(numbers[0])
-        least, nodes = best_smaller.seconds * cluster.num_devices, nodes // 2
+        best_smaller = searched.candidate(fastest[0])
+        limit, nodes = best_smaller.seconds * cluster.num_devices, nodes // 2
     return best_smaller
 
 

@@ -56,21 +56,25 @@ def remedies(
         nodes *= 2
     tuned = [_first(search, cluster, space, group) for group in tunings]
     yield from filter(None, tuned)
-    every, length = {"": space.trained}, space.seq_len // 2
+    #: Options -> fields of the layouts; "" is no option.
+    all_tunings, length = {"": space.trained}, space.seq_len // 2
     for group in tunings:
-        every |= group
+        all_tunings |= group
     while not any(tuned) and length >= _SHORTEST:
-        shorter = {f"--seq-len {length} {options}".rstrip(): every[options] for options in every}
+        shorter = {
+            f"--seq-len {length} {options}".rstrip(): shares
+            for options, shares in all_tunings.items()
+        }
         tuned = [_first(search, cluster, replace(space, seq_len=length), shorter)]
         yield from filter(None, tuned)
         length //= 2
     packaged = [load_cluster(name) for name in preset_names("clusters")]
-    packaged = [one for one in packaged if one.memory_bytes > cluster.memory_bytes]
-    for other in sorted(packaged, key=lambda one: one.memory_bytes):
+    candidates = [other for other in packaged if other.memory_bytes > cluster.memory_bytes]
+    for other in sorted(candidates, key=lambda other: other.memory_bytes):
         nodes = ceil(cluster.num_devices / other.gpus_per_node)
-        same = other.model_copy(update={"nodes": nodes})
-        if seconds := _seconds(search, same, space):
-            yield f"--cluster {other.name} --nodes {nodes} ({same.num_devices} devices): {seconds}"
+        other = other.model_copy(update={"nodes": nodes})
+        if seconds := _seconds(search, other, space):
+            yield f"--cluster {other.name} --nodes {nodes} ({other.num_devices} devices): {seconds}"
             break
 
 
@@ -87,6 +91,6 @@ def _seconds(search: Search, cluster: Cluster, space: Space) -> str:
     sizes = {"num_devices": cluster.num_devices, "node_size": cluster.gpus_per_node}
     with suppress(ConfigError):
         searched = search(cluster, replace(space, **sizes))
-        if numbers := searched.fitting(searched.capacity, 1):
-            return f"{searched.seconds(numbers[0]):.3g} s a step"
+        if fastest := searched.fitting(searched.capacity, 1):
+            return f"{searched.seconds(fastest[0]):.3g} s a step"
     return ""

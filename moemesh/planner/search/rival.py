@@ -40,13 +40,13 @@ def nearest_that_fits(
     shape: ModelShape, cluster: Cluster, layout: PlannedLayout
 ) -> Candidate | None:
     """The fastest of the smallest changes that fit; None if no change of two keys fits."""
-    known = pricing(cluster)
+    prices = pricing(cluster)
     for count in (1, 2):
         fitting: list[Candidate] = []
         for other in edits(shape, layout, count, node_size=cluster.gpus_per_node):
-            memory = known.memory(shape, other)
-            if memory.fits(cluster.memory_bytes, known.usable_share):
-                change, parts = difference(layout, other), known.seconds(shape, other)
+            memory = prices.memory(shape, other)
+            if memory.fits(cluster.memory_bytes, prices.usable_share):
+                change, parts = difference(layout, other), prices.seconds(shape, other)
                 fitting.append(
                     Candidate(layout=other, breakdown=parts, memory=memory, change=change)
                 )
@@ -109,13 +109,12 @@ def edits(
     for names in combinations(choices, count):
         for chosen in product(*(choices[name] for name in names)):
             values: dict[str, Any] = dict(zip(names, chosen, strict=True))
-            now = {name: values.get(name, getattr(layout, name)) for name in every}
-            # dp follows from the other degrees.
-            dp, rest = divmod(world, now["pp"] * now["cp"] * now["tp"])
-            if rest or layout.global_batch % (dp * now["microbatch"]):
+            edited = {name: values.get(name, getattr(layout, name)) for name in every}
+            dp, rest = divmod(world, edited["pp"] * edited["cp"] * edited["tp"])
+            if rest or layout.global_batch % (dp * edited["microbatch"]):
                 continue
             if {"pp", "schedule", "stages_per_rank"} & set(values):
-                values["layers_per_stage"] = None
+                values["layers_per_stage"] = None  # the given cut was for other stages
             try:
                 other = layout.changed(**values, dp=dp)
             except ConfigError:
@@ -155,8 +154,9 @@ MEMORY_PARTS = ("states", "activations", "logits", "working", "libraries")
 class Rival:
     """Comparison of a user's layout with the best one.
 
-    An illegal layout has `problems` and nothing else. Of a legal one `candidate` is the best layout
-    with the user's values, and `short` the bytes by which it exceeds the device (0 if it fits).
+    An illegal layout has `problems` and nothing else. For a legal one, `candidate` is the best
+    layout with the user's values, and `short` the bytes by which it exceeds the device (0 if it
+    fits).
     `slower`, `parts` and `memory` are this layout minus the best one: seconds of a step, seconds of
     each part (largest first), bytes of each part of the memory. `nearest` is the smallest change
     that fits; `beyond` are the assumptions and limits of the search that the layout violates.
@@ -220,6 +220,7 @@ def why_not(search: SearchSpace, model: Model, best: Candidate, asked: str) -> R
         return _illegal(asked, table, problems, search)
     narrow, beyond = _space_of(table, space)
     narrowed = None
+    # If `moemesh train` supports no layout with the user's values, all layouts are searched.
     for trainable in dict.fromkeys((space.trainable, False)):
         with suppress(ConfigError):
             limited = replace(narrow, trainable=trainable)
@@ -233,25 +234,26 @@ def why_not(search: SearchSpace, model: Model, best: Candidate, asked: str) -> R
     # If nothing fits, compare the layout that needs the least memory.
     candidate = narrowed.candidate(fitting[0] if fitting else narrowed.smallest())
     layout = candidate.layout
-    if more := {
+    # Keys that no search varies are set on the best layout.
+    if unsearched := {
         key: value
         for key, value in table.items()
         if (key not in _SEARCHED or value == _SERVER) and value != getattr(layout, key, None)
     }:
-        user_table = {**plan_table(layout.key), **more}
+        user_table = {**plan_table(layout.key), **unsearched}
         changed = read_plan(user_table, model=model).layout
         memory, breakdown = search.pricing.price(search.shape, changed)
         candidate = Candidate(layout=changed, breakdown=breakdown, memory=memory)
-        beyond = (*beyond, *(f"{key} = {value}" for key, value in more.items()))
+        beyond = (*beyond, *(f"{key} = {value}" for key, value in unsearched.items()))
     if candidate.layout.microbatch > (most := space.most_sequences(search.shape)):
         beyond = (*beyond, f"microbatch above {most}")
     if candidate.layout.cp > space.largest_context:
         beyond = (*beyond, f"cp above {space.largest_context}")
     short = max(candidate.memory.needed - search.capacity, 0.0)
     slower = candidate.seconds - best.seconds
-    own, reference = candidate.breakdown, best.breakdown
-    names = {*own, *reference} - {"total"}
-    differences = {name: own.get(name, 0.0) - reference.get(name, 0.0) for name in names}
+    seconds, best_seconds = candidate.breakdown, best.breakdown
+    names = {*seconds, *best_seconds} - {"total"}
+    differences = {name: seconds.get(name, 0.0) - best_seconds.get(name, 0.0) for name in names}
     parts = sorted(differences.items(), key=lambda item: (-item[1], item[0]))
     memory_parts = [
         (part, getattr(candidate.memory, part) - getattr(best.memory, part))
@@ -284,7 +286,7 @@ def why_not(search: SearchSpace, model: Model, best: Candidate, asked: str) -> R
 def _illegal(
     asked: str, table: Mapping[str, Any], problems: Sequence[Problem], search: SearchSpace
 ) -> Rival:
-    """An illegal rival; each problem has the nearest legal change as its fix."""
+    """The comparison of an illegal layout: each problem has the nearest legal change as its fix."""
     fixes = {problem.key: _nearest_legal(problem, table, search) for problem in problems}
     fixed = (replace(problem, fix=fixes[problem.key]) for problem in problems)
     return Rival(asked=asked, verdict="illegal", problems=tuple(fixed))

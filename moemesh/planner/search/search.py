@@ -172,25 +172,27 @@ class SearchSpace:
         return np.fromiter(islice(_ascending(every, self.bounds), _FIRST), int)
 
     def fastest(self, order: Iterable[int], count: int) -> list[int]:
-        """The `count` fastest of the layouts in `order` (ascending bounds), as :meth:`fitting`."""
+        """The `count` fastest of the layouts in `order` (ascending bounds), sorted like those of
+        :meth:`fitting`."""
+        #: (seconds, bytes, index)
         priced: list[tuple[float, float, int]] = []
         order = iter(order)
         # The first `count` are priced in any case.
-        known = list(islice(order, count))
-        missing = [index for index in known if index not in self._prices]
+        first = list(islice(order, count))
+        missing = [index for index in first if index not in self._prices]
         for part in (missing[start : start + _FIRST] for start in range(0, len(missing), _FIRST)):
             if len(part) >= _FEWEST_AT_ONCE:
                 layouts = [self.layout(index) for index in part]
                 prices = self.pricing.seconds_of_all(self.shape, layouts)
                 self._prices |= zip(part, prices, strict=True)
-        for index in chain(known, order):
+        for index in chain(first, order):
             if len(priced) >= count and self.bounds[index] > priced[count - 1][0] * (1 + _ROUNDING):
                 break
             insort(priced, (self.seconds(index), float(self.needed[index]), index))
         return [index for _, _, index in priced[:count]]
 
     def smallest(self) -> int:
-        """The layout that needs the least memory."""
+        """Index of the layout that needs the least memory."""
         return int(np.argmin(self.needed))
 
     def candidate(self, index: int) -> Candidate:
@@ -204,6 +206,7 @@ class SearchSpace:
         if too_large := int((self.needed > self.capacity).sum()):
             rejected["does not fit in memory"] = too_large
         space, count = self.space, self.space.num_devices
+        # The floor is the time of a layout with data parallelism alone.
         values: dict[str, Any] = dict(space.trained)
         values |= {"seq_len": space.seq_len, "global_batch": count, "precision": space.precision}
         layout = PlannedLayout(dp=count, **values)
@@ -254,6 +257,7 @@ def _ascending(numbers: IntArray, values: FloatArray) -> Iterator[int]:
 TIE, COPY, NEAR, SAFER = 0.02, 0.01, 0.05, 0.10
 #: Near-copies are counted among `top` x this many layouts.
 _MOST_COMPARED = 8
+#: Fields that cut the weights over ranks.
 _WEIGHTS = ("pp", "tp", "ep", "etp", "stages_per_rank")
 
 
@@ -272,7 +276,7 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
     if safe and search.seconds(safe[0]) <= seconds * (1 + SAFER):
         leader, pool = safe[0], fits & (search.needed <= safe_bytes)
     limit = min(search.seconds(leader) * (1 + TIE), seconds * (1 + SAFER))
-
+    # A layout may have several roles; the recommended one has all that apply to it.
     ties = np.flatnonzero(pool & (search.bounds <= limit))
     risks = np.maximum(search.needed[ties] - safe_bytes, 0.0)
     best = _least_within(search, ties, (search.mechanisms[ties], risks), limit)
@@ -288,6 +292,7 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
     simplest = _least_within(search, near, (search.mechanisms[near],), limit)
     is_simple = search.mechanisms[best] == search.mechanisms[simplest]
     roles.setdefault(best if is_simple else simplest, []).append("simplest")
+    # The next layouts fill the answer, and those that resemble an earlier one are counted for it.
     copies = dict.fromkeys(list(roles)[:top], 0)
     #: Answers by the two keys of :func:`_likeness`.
     answers: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -296,8 +301,8 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
             answers[key].append(index)
     compared, count = set(roles), top
     while count <= top * _MOST_COMPARED:
-        pool = search.fitting(search.capacity, count)
-        for index in pool:
+        layouts = search.fitting(search.capacity, count)
+        for index in layouts:
             if index in compared:
                 continue
             compared.add(index)
@@ -311,7 +316,7 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
                 copies[index] = 0
                 answers[by_weights].append(index)
                 answers[by_axes].append(index)
-        if len(copies) == top or len(pool) < count:
+        if len(copies) == top or len(layouts) < count:
             break
         count *= 2
     others = [index for index in copies if index != best]
@@ -327,8 +332,8 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
 def _least_within(
     search: SearchSpace, layouts: IntArray, merits: Sequence[NDArray[Any]], limit: float
 ) -> int:
-    """The layout with the least of `merits` among those of at most `limit` seconds, of equal ones
-    the fastest. Layouts of larger merits are not priced."""
+    """The layout with the least of `merits` (the first counts most) among those of at most `limit`
+    seconds, of equal ones the fastest. Layouts of larger merits are not priced."""
     order = np.lexsort(merits[::-1]).tolist()
     groups = groupby(order, lambda place: tuple(merit[place] for merit in merits))
     same = (_ascending(layouts[list(places)], search.bounds) for _, places in groups)
@@ -380,11 +385,11 @@ def advise(search: SearchSpace, best: int, fastest: int) -> Advice:
         first = search.fitting(search.capacity + more * GIB, 1)[0]
         sensitivity.append((more * GIB, min(search.seconds(first), seconds)))
     whose = "" if best == fastest else f" of the fastest ({seconds:.3f} s)"
-    if helps := [(more, then) for more, then in sensitivity if then < seconds * 0.999]:
-        more, then = helps[0]
+    if helps := [(more, less) for more, less in sensitivity if less < seconds * 0.999]:
+        more, less = helps[0]
         binding = (
             f"memory of pipeline rank {memory.rank}{whose}: +{more // GIB} GiB a device would make "
-            f"a step {1 - then / seconds:.1%} faster"
+            f"a step {1 - less / seconds:.1%} faster"
         )
     else:
         parts = search.breakdown(fastest)
@@ -392,9 +397,9 @@ def advise(search: SearchSpace, best: int, fastest: int) -> Advice:
         name = max(waits, key=lambda part: waits[part])
         share = waits[name] / seconds
         binding = f"not memory: {name} takes {share:.1%} of a step besides computing"
-    # Layouts that are faster than all that fit and exceed the memory the least.
-    may = np.flatnonzero((search.bounds < seconds) & (search.needed > search.capacity))
-    nearest = islice(_ascending(may, search.needed), 50 * _MOST_FASTER)
+    # Layouts that are faster than all that fit, in the order of the memory that they lack.
+    too_large = np.flatnonzero((search.bounds < seconds) & (search.needed > search.capacity))
+    nearest = islice(_ascending(too_large, search.needed), 50 * _MOST_FASTER)
     faster = (index for index in nearest if search.seconds(index) < seconds)
     why_not: dict[str, str] = {}
     best_seconds = search.seconds(best)

@@ -69,12 +69,12 @@ class Space:
     fixed: Mapping[str, int] = field(default_factory=dict[str, int])
     #: Only layouts that `moemesh train` supports.
     trainable: bool = False
-    #: Fields of a layout on what trains, and on its loss.
+    #: Other fields of every layout: the weights that train, the loss, offload.
     trained: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def most_sequences(self, shape: ModelShape) -> int:
-        """Sequences of the largest microbatch: by default 16, or more of a small model, whose
-        launches take longer than its products until the input of a layer has a quarter GiB."""
+        """Sequences of the largest microbatch. The default is 16, and more for a small model: until
+        the input of a layer has a quarter GiB, its launches take longer than its products."""
         usual = max(16, 2**28 // (2 * shape.hidden_size * self.seq_len))
         return usual if self.largest_microbatch is None else self.largest_microbatch
 
@@ -103,6 +103,7 @@ class Columns(NamedTuple):
 
     def where(self, cuts: NDArray[np.bool_], experts: NDArray[np.bool_] | None = None) -> Columns:
         """The columns of the selected cuts, and of all or the selected expert cuts."""
+        # The last three fields are those of expert cuts.
         kept = {name: getattr(self, name)[cuts] for name in self._fields[:-3]}
         if experts is not None:
             kept |= {name: getattr(self, name)[experts] for name in self._fields[-3:]}
@@ -132,6 +133,7 @@ class Family:
 
     @cached_property
     def _places(self) -> IntArray:
+        """Flat indices of the legal entries."""
         return np.flatnonzero(self.legal)
 
     def layout(self, number: int) -> PlannedLayout:
@@ -204,6 +206,7 @@ class Family:
             if isinstance(getattr(rows[0], item.name), tuple):
                 continue  # columns of ranks, which the schedule determines
             values = np.array([getattr(row, item.name) for row in rows]).reshape(strategies)
+            # An axis along which the values are equal shrinks to one entry.
             for axis in range(3):
                 if (values == (first := values.take([0], axis))).all():
                     values = first
@@ -240,21 +243,23 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
                 continue
             # ZeRO needs several ranks with the same weights: dense ones, or below those of experts.
             sharded = (allowed.dp * allowed.cp > 1)[:, 0]
-            kept: list[int] = []
+            zero_stages: list[int] = []
             for zero in space.zero:
                 if zero >= 2 and pp > 1 and not space.sharded_pipelines:
                     # Gradients (and weights) would be sent for every microbatch.
                     count = int(sharded.sum()) * allowed.ep.size * len(space.recompute)
                     rejected["ZeRO-2 or 3 with a pipeline"] += count
                 else:
-                    kept.append(zero)
+                    zero_stages.append(zero)
             replicated = allowed.ep * allowed.etp < space.num_devices // pp
-            alone = allowed.where(~sharded, replicated)
+            #: Cuts in which experts alone have replicas.
+            experts_alone = allowed.where(~sharded, replicated)
             #: Columns, their stages of ZeRO, and the cuts with something to shard.
-            parts = [(allowed, kept, sharded)]
-            if shape.is_moe and alone.size:
-                cut = [zero for zero in kept if zero]
-                parts.append((alone, cut, np.ones(len(alone.tp), dtype=np.bool_)))
+            parts = [(allowed, zero_stages, sharded)]
+            if shape.is_moe and experts_alone.size:
+                sharding = [zero for zero in zero_stages if zero]
+                all_cut = np.ones(len(experts_alone.tp), dtype=np.bool_)
+                parts.append((experts_alone, sharding, all_cut))
             for columns, values, is_cut in parts:
                 has_zero = np.array(values, dtype=np.int64)[:, None, None, None] > 0
                 has_exit = np.arange(len(space.exits))[:, None, None] > 0
@@ -290,8 +295,9 @@ def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[Sched
 
 def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -> Columns:
     """All legal degrees and microbatches of one pipeline degree."""
+    #: (tp, cp, dp, microbatch, microbatches)
     cuts: list[tuple[int, ...]] = []
-    stage, most_sequences = space.num_devices // pp, space.most_sequences(shape)
+    stage_devices, most_sequences = space.num_devices // pp, space.most_sequences(shape)
     # The code of transformers needs whole sequences.
     largest_context = 1 if shape.counted else space.largest_context
     expert_cuts = [(1, 1)]
@@ -299,23 +305,23 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
         expert_cuts = [
             (ep, etp)
             for ep in divisors(shape.num_experts)
-            for etp in divisors(stage)
-            if etp <= (space.node_size if space.tensor_inside_node else stage)
-            and experts_fit(shape.sizes, stage, ep, etp)
+            for etp in divisors(stage_devices)
+            if etp <= (space.node_size if space.tensor_inside_node else stage_devices)
+            and experts_fit(shape.sizes, stage_devices, ep, etp)
         ]
     expert_cuts = [(ep, etp) for ep, etp in expert_cuts if space.allows(ep=ep, etp=etp)]
-    for tp in divisors(stage):
+    for tp in divisors(stage_devices):
         if uncut_by_tensor(shape.sizes, tp, copied_kv_heads=not space.trainable):
             rejected["tp does not divide the heads or widths"] += 1
             continue
         if space.tensor_inside_node and tp > space.node_size:
             rejected["tp would cross nodes"] += 1
             continue
-        for cp in divisors(stage // tp):
+        for cp in divisors(stage_devices // tp):
             if cp > largest_context or space.seq_len % cp:
                 rejected["cp beyond its limit"] += 1
                 continue
-            dp = stage // (tp * cp)
+            dp = stage_devices // (tp * cp)
             if space.global_batch % dp:
                 rejected["dp does not divide the batch"] += 1
                 continue
@@ -326,7 +332,8 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
                     cuts.append((tp, cp, dp, *batch.values()))
     dense = np.array(cuts, dtype=np.int64).reshape(-1, 5).T
     experts = np.array(expert_cuts, dtype=np.int64).reshape(-1, 2).T
-    # Experts that span nodes, or a clearly smaller exchange inside a node.
+    # The node-aware dispatcher is for experts that span nodes, or if its exchange inside a node is
+    # clearly smaller.
     chosen, groups = shape.experts_per_token, (shape.router_groups, shape.router_groups_kept)
     fewer = visited_nodes(shape.num_experts, chosen, experts[0], *groups) < TWO_HOP_SHARE * chosen
     deduplicated = (experts[0] * experts[1] > space.node_size) | (fewer & (experts[0] > 1))

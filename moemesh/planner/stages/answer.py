@@ -14,9 +14,8 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorChoice:
-    """One operator under one assignment: node seconds and bytes of one device and microbatch.
-
-    `count` layers of the model take it.
+    """One operator under one assignment: seconds and bytes of one device and microbatch, and
+    `count`, the number of layers that have this assignment.
     """
 
     group: str
@@ -106,7 +105,8 @@ class Partition(Shown):
 
     `seconds` are the predicted seconds of one step, `optimum_seconds` those of the exact answer.
     `evaluations` counts the method's trials: runs of the inner dynamic program, nodes of the
-    integer program's search tree, labels, divisions or placements. `mesh` is the logical mesh of a
+    integer program's search tree, labels of the placement's dynamic program, divisions or
+    placements. `mesh` is the logical mesh of a
     stage's devices by axis. `implied` is the plan for `moemesh train`, None if no plan comes near.
     `cut_seconds` is set for a placement: the seconds of cutting every operator over all devices
     instead.

@@ -5,13 +5,13 @@ GPipe takes
 
     T = sum of t_i + (m - 1) * max of t_i
 
-(Alpa, arXiv:2201.12023, equation 2). For a given limit of the largest time, the least sum is a
-dynamic program over (stage, first layer). The least T is searched over all times that a stage can
-have, as limits, by bisection: with a larger limit the sum can only fall, so
+(Alpa, arXiv:2201.12023, equation 2). Under a limit of the largest time, the least sum is a dynamic
+program over (stage, first layer). The least T is found by bisection over limits: all times that a
+stage can have. A larger limit can only lower the sum, so
 
     T >= sum at the upper limit + (m - 1) * lower limit
 
-bounds T for all limits between two, and most limits are never tried.
+for every limit between two, and most limits are never tried.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ def best_division(table: FloatArray, num_microbatches: int) -> Division | None:
     best = min(free, tight, key=lambda division: division.seconds)
     low = int(np.searchsorted(times, smallest))
     high = int(np.searchsorted(times, max(free.stage_seconds)))
+    #: Ranges of limits: (index of the lower limit, its division, index of the upper, its division).
     spans = [(low, tight, high, free)] if low < high else []
     while spans:
         low, lower, high, upper = spans.pop()
@@ -196,6 +197,7 @@ def _sums(values: FloatArray) -> FloatArray:
 
 #: Draws [draw, variable] -> seconds, infinite where a draw is illegal or does not fit.
 Evaluate = Callable[[IntArray], FloatArray]
+#: Draws between two updates of the policy.
 _BATCH = 64
 _LEARNING_RATE = 0.3
 _ENTROPY_BONUS = 0.01
@@ -220,8 +222,9 @@ def best_draw(
     evaluations: int,
     seed: int,
 ) -> BestDraw:
-    """The best of `evaluations` draws: "random" ones, `draw(count, generator)` [count, variable],
-    or those of a "learned" policy, which starts from `logits`, one row per variable."""
+    """The best of `evaluations` draws by `method`: "random" ones of `draw(count, generator)`, shape
+    [count, variable], or those of a "learned" policy, which starts from `logits`, one row per
+    variable."""
     generator = np.random.default_rng(seed)
     policy = [row.astype(float) for row in logits] if method == "learned" else []
     best, worst = BestDraw((), np.inf, 0), 0.0
@@ -244,6 +247,7 @@ def best_draw(
         legal = np.where(np.isfinite(seconds), seconds, _PENALTY * (worst or 1.0))
         rewards = -np.log(np.maximum(legal, 1e-300))
         advantage = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+        # One step along the gradient of the mean reward and the entropy.
         for index, chance in enumerate(chances):
             picked = np.eye(len(chance))[drawn[:, index]]
             logs = np.log(chance + 1e-12)
@@ -278,8 +282,8 @@ def baseline_division(
         divisions = map(division, draws)
         return np.array([np.inf if result is None else result.seconds for result in divisions])
 
-    share = min(max((num_stages - 1) / max(gaps, 1), 1e-3), 1 - 1e-3)
-    logits = [np.log(np.array([1 - share, share]))] * gaps
+    cut_chance = min(max((num_stages - 1) / max(gaps, 1), 1e-3), 1 - 1e-3)
+    logits = [np.log(np.array([1 - cut_chance, cut_chance]))] * gaps
     winner = best_draw(method, draw, logits, evaluate, evaluations=evaluations, seed=seed)
     best = division(winner.choices) if np.isfinite(winner.seconds) else None
     return best and replace(best, evaluations=winner.evaluations)

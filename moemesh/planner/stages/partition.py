@@ -90,6 +90,7 @@ def _ranked(
     """
     timed = [operator for operator in operators if operator.seconds > 0]
     total = sum(operator.count * operator.seconds for operator in timed)
+    #: (seconds of operators whose recomputation agrees, entry of the result)
     ranked: list[tuple[float, tuple[float, tuple[str, ...], dict[str, object]]]] = []
     for dense in product(_DENSE, repeat=len(mesh)):
         for experts in product(_EXPERTS if is_moe else ("",), repeat=len(mesh)):
@@ -104,7 +105,7 @@ def _ranked(
                 for operator in timed:
                     seconds = operator.count * operator.seconds
                     cuts = operator.strategy.removesuffix(RECOMPUTE).split(",")
-                    taken = dict(cut.split("=") for cut in cuts if cut != WHOLE)
+                    dim_of_axis = dict(cut.split("=") for cut in cuts if cut != WHOLE)
                     # Whether the plan cuts the operator along the same dims.
                     agrees = True
                     for (axis, size), role, expert_role in zip(
@@ -115,7 +116,7 @@ def _ranked(
                             # Expert data parallelism cuts tokens, in either of their two dims.
                             tokens = ("batch", "sequence")
                             wanted = (_EXPERTS[expert_role],) if expert_role else tokens
-                        agrees = agrees and (size == 1 or taken.get(axis) in wanted)
+                        agrees = agrees and (size == 1 or dim_of_axis.get(axis) in wanted)
                     if agrees:
                         agreed += seconds
                     else:
@@ -153,7 +154,7 @@ def solve_division(
     num_stages, num_layers = len(table), table.shape[1] - 1
     ends = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
     even = division_of(table, [b - a for a, b in pairwise(ends)], num_microbatches)
-    # HiGHS has absolute tolerances: times are scaled to about 1000.
+    # HiGHS has absolute tolerances, so times are scaled to about 1000.
     scale = 1e3 / max(float(table[np.isfinite(table)].max(initial=0.0)), 1e-300)
     program = IntegerProgram()
     largest = program.variable(num_microbatches - 1.0, high=np.inf, integral=False)
@@ -260,12 +261,14 @@ def compare(request: PartitionRequest) -> list[Partition]:
         raise ConfigError(problems)
     started = time.perf_counter()
     problem = _Network(machine, request) if known is None else _Pipeline(known, machine, request)
-    shared = time.perf_counter() - started
+    # The search that all methods share counts for dp.
+    shared_seconds = time.perf_counter() - started
     partitions: list[Partition] = []
     for method in methods:
         started = time.perf_counter()
         solution: Any = problem.exact if method == "dp" else problem.solve(method)
-        wall = time.perf_counter() - started + (shared if method == "dp" else 0.0)
+        wall_seconds = time.perf_counter() - started
+        wall_seconds += shared_seconds if method == "dp" else 0.0
         if solution is None:
             raise StageError(
                 f"{method}: none of {request.evaluations} {problem.tried} fits in "
@@ -277,7 +280,7 @@ def compare(request: PartitionRequest) -> list[Partition]:
                 cluster=machine.name,
                 method=method,
                 global_batch=request.global_batch,
-                wall_seconds=wall,
+                wall_seconds=wall_seconds,
                 **problem.described(solution),
             )
         )
@@ -292,6 +295,7 @@ class _Pipeline:
         self.search = TwoLevelSearch(model.shape, cluster, request)
         self.cap_bytes = self.search.cap_bytes
         self.exact = self.search.best(best_division)
+        # Words of the message that no tried division fits.
         mesh, division = self.exact
         self.tried = f"divisions into {mesh.num_stages} stages"
         self.counterexample = f"the exact one ({division.layers_per_stage} layers)"
@@ -340,14 +344,14 @@ class _Pipeline:
         """
         model, request = self.model, self.request
         seq_len, global_batch = request.seq_len, request.global_batch
-        trained = not untrained(PlannedLayout(seq_len=seq_len, global_batch=1), model)
+        is_trainable = not untrained(PlannedLayout(seq_len=seq_len, global_batch=1), model)
         best: ImpliedPlan | None = None
         for agreement, differing, keys in _ranked(mesh, operators, model.shape.is_moe):
             plan = base.model_copy(update=keys)
             if plan.check(seq_len=seq_len, global_batch=global_batch):
                 continue
             layout = from_plan(plan, model.config, seq_len=seq_len, global_batch=global_batch)
-            if layout.check(model.shape.sizes) or (trained and untrained(layout, model)):
+            if layout.check(model.shape.sizes) or (is_trainable and untrained(layout, model)):
                 continue
             prices = pricing(self.cluster)
             memory, seconds = prices.price(model.shape, layout)
@@ -371,13 +375,15 @@ class _Pipeline:
 
 
 class _Network:
-    """The branching network: the same for placements of its operators on devices."""
+    """The branching network, with the methods of :class:`_Pipeline` for placements of its
+    operators on devices."""
 
     tried, counterexample = "placements", "the exact one"
 
     def __init__(self, cluster: Cluster, request: PartitionRequest) -> None:
         self.request, self.num_devices = request, request.stages or 2
         self.cap_bytes = cluster.memory_bytes * pricing(cluster).usable_share
+        # The graph on one device, and with operators cut over all devices.
         whole, cut = (
             branching_network(request.global_batch, cost_model(cluster, {"devices": count}))
             for count in (1, self.num_devices)
@@ -450,19 +456,19 @@ class _Network:
 
 
 def _without_effect(request: PartitionRequest, methods: Sequence[str]) -> Iterator[Problem]:
-    """Problems of values other than the defaults that nothing would read."""
+    """Problems of values that differ from the defaults and would have no effect."""
     reasons: dict[str, tuple[tuple[str, ...], str]] = {}
     if {*methods} <= {"dp", "ilp"}:
         reason = f"method = {request.method} draws no divisions"
         reasons[reason] = ("evaluations", "seed"), ", or method = random"
     if request.model == BRANCHING:
         reasons[f"{BRANCHING} has neither sequences nor a pipeline"] = ("seq_len", "schedule"), ""
-    for reason, (names, other) in reasons.items():
+    for reason, (names, alternative) in reasons.items():
         for name in names:
             value = getattr(request, name)
             if value != getattr(PartitionRequest, name):
                 message = f"{name} has no effect: {reason}"
-                yield _problem(name, value, message, f"leave {name} out{other}")
+                yield _problem(name, value, message, f"leave {name} out{alternative}")
 
 
 def _clashes(model: Model | None, cluster: Cluster, request: PartitionRequest) -> Iterator[Problem]:

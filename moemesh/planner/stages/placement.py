@@ -3,9 +3,10 @@
 Device placement (A. Mirhoseini et al., arXiv:1706.04972) puts every operator on one device, with a
 transfer for each edge between two devices; only networks with branches gain. A device runs its
 operators in the order of the graph, forward, then backward in reverse. The makespan of a placement
-is the longest path through operators, transfers and the order on each device, with forward times
-plus with backward times. The exact method places the operators in order, and keeps the undominated
-times and bytes of all devices for every placement of the outputs that later operators read.
+is the longest path through operators, transfers and the order on each device: its length in forward
+times plus that in backward times. The exact method places the operators in order. For every
+placement of the outputs that later operators read, it keeps the undominated times and bytes of all
+devices.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class PlacementProblem:
         total = np.zeros(count)
         nodes = placements // self.node_size
         for times in self.seconds:
+            # Times at which devices are free and operators end.
             ready = np.zeros((count, self.num_devices))
             ends = np.zeros((count, self.num_operators))
             for number, inputs in enumerate(self.inputs):
@@ -178,8 +180,8 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
         path = problem.seconds[:, target] + tails[:, target]
         tails[:, source] = np.maximum(tails[:, source], path)
     last_reader = [max((t for s, t in problem.edges if s == i), default=i) for i in range(count)]
-    nothing = np.zeros(problem.num_devices)
-    labels = [_Label((), np.stack([nothing, nothing]), {}, nothing, nothing)]
+    zeros = np.zeros(problem.num_devices)
+    labels = [_Label((), np.stack([zeros, zeros]), {}, zeros, zeros)]
     evaluations = 1
     for number in range(count):
         labels_by_outputs: dict[tuple[int, ...], list[_Label]] = {}
@@ -199,6 +201,7 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
                 ready[:, device] += problem.seconds[:, number]
                 held[device] += problem.num_bytes[number]
                 ends = {**label.ends, number: ready[:, device]}
+                # A lower bound of each phase: the devices' times, and the paths after open outputs.
                 least = ready.max(axis=1)
                 for operator, end in ends.items():
                     least = np.maximum(least, end + tails[:, operator])
@@ -274,6 +277,7 @@ def solve_placement(problem: PlacementProblem, *, time_limit: float | None = Non
             terms = [(start[target], 1.0), (start[source], -1.0), *moved]
             program.row(terms, low=float(times[source]))
         for (early, late), same in together.items():
+            # `big` turns the row off for operators on different devices.
             big = scale * longest
             terms = [(start[late], 1.0), (start[early], -1.0), (same, -big)]
             program.row(terms, low=float(times[early]) - big)

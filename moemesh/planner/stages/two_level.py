@@ -57,9 +57,9 @@ class StageMesh:
         #: Microbatches whose activations each stage holds at its peak, counted in the schedule.
         peaks = peak_memory(build(request.schedule, num_stages, self.microbatches))
         self.in_flight = tuple(float(peak.activation) for peak in peaks)
-        model = cost_model(search.cluster, axes, microbatches=self.microbatches, recompute=True)
-        rows = batch // self.microbatches
-        self.blocks = TransformerBlocks(search.shape, rows, request.seq_len, model)
+        costs = cost_model(search.cluster, axes, microbatches=self.microbatches, recompute=True)
+        sequences = batch // self.microbatches
+        self.blocks = TransformerBlocks(search.shape, sequences, request.seq_len, costs)
         self.graph = self.blocks.graph
         self.assignments: list[Assignment] = []
         self.add(0.0)
@@ -104,7 +104,7 @@ class StageMesh:
     def refined(self) -> StageCosts:
         """Costs with enough assignments to fit under the cap, if any assignment fits.
 
-        Byte prices are taken from the chord between an assignment that fits on its own and one
+        The next price of a byte is the slope between an assignment that fits on its own and one
         that does not.
         """
         cap_bytes, heavy = self.search.cap_bytes, self.assignments[0]
@@ -112,8 +112,8 @@ class StageMesh:
             return self.costs(cap_bytes)
         light = self.add(_LIGHTEST * heavy.cost.seconds / max(self._bytes(heavy), 1.0))
         for _ in range(MOST_PRICES if self._fits(light) else 0):
-            dearer = light.cost.seconds - heavy.cost.seconds
-            between = self.add(dearer / max(self._bytes(heavy) - self._bytes(light), 1.0))
+            more_seconds = light.cost.seconds - heavy.cost.seconds
+            between = self.add(more_seconds / max(self._bytes(heavy) - self._bytes(light), 1.0))
             if between.choices in (heavy.choices, light.choices):
                 self.assignments.pop()
                 break
@@ -180,10 +180,12 @@ class StageMesh:
         return tuple(described)
 
     def _fits(self, assignment: Assignment) -> bool:
+        """Whether some division fits if all stages take `assignment`."""
         cap_bytes = self.search.cap_bytes
         return self.costs(cap_bytes, [assignment]).smallest_cap() <= cap_bytes
 
     def _bytes(self, assignment: Assignment) -> float:
+        """Bytes of the whole model on a stage's device, with the stages' mean number in flight."""
         return assignment.cost.memory_bytes(float(np.mean(self.in_flight)))
 
 
