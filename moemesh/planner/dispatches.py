@@ -179,9 +179,9 @@ class RoutingExample:
                 of_rank.lines.enter([counted])
                 if len(peers) > 1:
                     matrix = pairs.setdefault(key, [[0.0] * len(ranks) for _ in ranks])
-                    for place, peer in enumerate(peers):
+                    for index, peer in enumerate(peers):
                         # A gather sends the sender's block to every peer.
-                        block = peers.index(rank) if counted.op == "all_gather" else place
+                        block = peers.index(rank) if counted.op == "all_gather" else index
                         matrix[rank][peer] += out[block]
         exchanges = tuple(Exchange(*key, tuple(map(tuple, rows))) for key, rows in pairs.items())
         return DispatchExchanges(
@@ -250,7 +250,7 @@ def read_example(
     hidden_size: int | None = None,
     dtype: str | None = None,
 ) -> RoutingExample:
-    """A packaged routing by its name, or that of a JSON or TOML file. Arguments that are given
+    """The routing of a packaged name, or of a JSON or TOML file. Arguments that are given
     override its keys. Raises ConfigError for an unreadable routing."""
     message = "neither a packaged routing nor a readable JSON or TOML file"
     table = read_named_table(source, ROUTINGS, "routing", message)
@@ -400,14 +400,15 @@ class DispatchLoad:
         """Bytes of a returned row, in bfloat16."""
         return 2 * self.hidden_size
 
-    def visited(self, places: int) -> float:
-        """Expected number of nodes (or ranks) out of `places` that a token visits, if its groups,
+    def visited(self, parts: int) -> float:
+        """Expected number of nodes (or ranks) out of `parts` that a token visits, if its groups,
         then its experts in them, are drawn evenly."""
         groups, kept = (self.groups, self.groups_kept) if self.groups else (1, 1)
-        # Closed form if a place has whole groups or a group has whole places, else a smooth one.
-        if groups % places and places % groups:
-            return float(visited_nodes(self.experts, self.experts_per_token, places, groups, kept))
-        return expected_distinct(places, self.experts, self.experts_per_token, groups, kept)
+        # Exact if a part has whole groups or a group has whole parts; else by the product form,
+        # which accepts sizes that do not divide.
+        if groups % parts and parts % groups:
+            return float(visited_nodes(self.experts, self.experts_per_token, parts, groups, kept))
+        return expected_distinct(parts, self.experts, self.experts_per_token, groups, kept)
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,9 @@ def of_own_run(
     def held(crowd: float | None) -> float:
         """Peak bytes under uniform routing (None), or if a share `crowd` of all tokens choose the
         rank's experts."""
-        routing, rows, ep_index = None, float(balanced), layout.coordinates(rank)["ep"]
+        routing, rows = None, float(balanced)
         if crowd is not None:
+            ep_index = layout.coordinates(rank)["ep"]
             routing = crowded_routing(model, layout, ep_index, seq_len, crowd)
             rows = crowd * most_rows
         memory = LayerMemory(
@@ -225,9 +226,9 @@ def by_axis(ledger: Ledger) -> list[AxisTraffic]:
             key = entry.axis, entry.op, round(entry.wire_bytes / entry.count)
             sums[key][0] += entry.count
             sums[key][1] += entry.wire_bytes
-    whole = sum(total for _, total in sums.values()) or 1
+    rank_bytes = sum(total for _, total in sums.values()) or 1
     rows = [
-        AxisTraffic(axis, op, count, total / count, total, total / whole)
+        AxisTraffic(axis, op, count, total / count, total, total / rank_bytes)
         for (axis, op, _), (count, total) in sums.items()
     ]
     axes = {row.axis: ledger.total(axis=row.axis).wire_bytes for row in rows}
@@ -236,9 +237,9 @@ def by_axis(ledger: Ledger) -> list[AxisTraffic]:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """All predictions for a layout. `traffic` is that of one rank of `traffic_rank`; `seconds` are
-    given by part, with `total`. `instead` is set for a layout that does not fit: the nearest one
-    that does, or the reason why none does."""
+    """All predictions for a layout. `traffic` is the ledger of one rank at pipeline rank
+    `traffic_rank`; `seconds` are given by part, with `total`. `instead` is set for a layout that
+    does not fit: the nearest one that does, or the reason why none does."""
 
     shape: ModelShape
     layout: PlannedLayout
@@ -551,8 +552,9 @@ def estimate_run(
     memory = MemoryEstimate(ranks=tuple(map(RankMemory.of, profiles, numbers)))
     held, peak = memory.worst.total, priced.peak
     closed_form = peak.needed
-    less = 0.0 if is_full else priced.memory.worst.states - memory.worst.states
-    allocated, needed = max(peak.allocated - less, held), max(peak.needed - less, held)
+    # Bytes of states that the closed forms count too much, if only some weights train.
+    excess = 0.0 if is_full else priced.memory.worst.states - memory.worst.states
+    allocated, needed = max(peak.allocated - excess, held), max(peak.needed - excess, held)
     peak = replace(peak, allocated=allocated, needed=needed)
     priced = replace(priced, memory=memory, peak=peak)
     if priced.fits(needed):

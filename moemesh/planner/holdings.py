@@ -166,10 +166,10 @@ class Holdings:
         # Tensor parallelism cuts key/value heads, each with the query heads of its group.
         kv_heads = shard_range(model.kv_heads, plan.tp, at["tp"])
         group_size = model.num_heads // model.kv_heads
-        place = at["pp"], at["tp"], at["ep"], at["etp"]
-        if place not in self._parameters:
+        cut = at["pp"], at["tp"], at["ep"], at["etp"]
+        if cut not in self._parameters:
             sizes = (tensor.local_elements(self.layout, at) for tensor in tensors)
-            self._parameters[place] = sum(sizes)
+            self._parameters[cut] = sum(sizes)
         sequences = placement.sequences(self.global_batch, at["dp"], 0)
         slices = range(placement.schedule.num_slices)
         positions = max(placement.positions(at["cp"], part) for part in slices)
@@ -190,7 +190,7 @@ class Holdings:
             sequences=shard_range(self.global_batch, plan.dp, at["dp"]),
             positions=context_runs(self.seq_len, plan.cp, at["cp"]) if plan.cp > 1 else whole,
             tokens=len(shard_range(sequences * positions, self.plan.tp, at["tp"])),
-            parameters=self._parameters[place],
+            parameters=self._parameters[cut],
         )
 
     def to_json(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:

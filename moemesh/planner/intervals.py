@@ -203,7 +203,7 @@ class Intervals:
         return Coverage(by_source=within, rows=rows)
 
 
-#: Number of errors of the published width that are added to those of own runs.
+#: Number of errors of the size of the published width that are added to those of own runs.
 _NUM_PUBLISHED = 2
 #: Half the 80 % interval of a normal distribution, in standard deviations.
 _NORMAL_80 = 1.2816

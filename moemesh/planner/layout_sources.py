@@ -359,9 +359,9 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
     problems: list[Problem] = []
     # Split at commas outside of brackets, and at blanks before a key, as answers print layouts.
     parts, depth = [""], 0
-    for place, character in enumerate(source):
+    for position, character in enumerate(source):
         depth += (character in "[{(") - (character in "]})")
-        is_border = character == "," or (character.isspace() and _KEY.match(source, place))
+        is_border = character == "," or (character.isspace() and _KEY.match(source, position))
         if is_border and depth <= 0:
             parts.append("")
         else:

@@ -105,10 +105,10 @@ class RankMemory:
 def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightCounts:
     """Parameters of the layers, embedding and head of a pipeline rank, before tp, ep and etp."""
     content = Stages.of(shape, layout, microbatches=1).contents[rank]
-    whole, ends = layout.attention_exit == "all_to_all", end_weights(shape)
+    whole_output, ends = layout.attention_exit == "all_to_all", end_weights(shape)
     weights = WeightCounts()
     for kind, number in content.kinds.items():
-        weights = weights.plus(layer_weights(shape, kind.moe, whole), number)
+        weights = weights.plus(layer_weights(shape, kind.moe, whole_output), number)
     if content.has_embedding:
         weights = weights.plus(ends["embedding"])
     if content.has_head:
@@ -129,8 +129,8 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
     the rank's i-th stage."""
     if np.ndim(layout.microbatches) == 0:
         return _most(alive(pipeline_step(layout))[rank], kept)
-    # Microbatch counts vary along the first axis only. Those with the same microbatches in flight
-    # are evaluated together.
+    # Numbers of microbatches vary along the first axis only. Those with the same microbatches in
+    # flight are evaluated together.
     step, numbers = pipeline_step(layout, 1), np.ravel(layout.microbatches)
     groups: defaultdict[tuple[tuple[float, ...], ...], list[int]] = defaultdict(list)
     for count in np.unique(numbers).tolist():
@@ -148,10 +148,10 @@ def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Numbe
     flight on each stage, `kept` their bytes."""
     most: Number = 0.0
     for counts in moments:
-        now: Number = 0.0
+        total: Number = 0.0
         for count, size in zip(counts, kept, strict=True):
-            now = now + count * size
-        most = maximum(most, now)
+            total = total + count * size
+        most = maximum(most, total)
     return most
 
 
@@ -160,10 +160,10 @@ def _nf4_savings(
 ) -> list[Number]:
     """Bytes on one rank that a base in NF4 saves in the dense and in the expert weights; `kinds`
     has the number of layers of each kind."""
-    packed, whole = WeightCounts(), layout.attention_exit == "all_to_all"
+    packed, whole_output = WeightCounts(), layout.attention_exit == "all_to_all"
     if layout.base == "nf4":
         for kind, number in kinds.items():
-            parts = layer_parts(shape, kind.moe, whole)
+            parts = layer_parts(shape, kind.moe, whole_output)
             for part in (parts[name] for name in _PACKED if name in parts):
                 packed = packed.plus(part, number)
     per_number = layout.element_bytes - NF4_BLOCK_BYTES / NF4_BLOCK
@@ -535,6 +535,7 @@ def worst_ranks(stages: Stages) -> tuple[int, ...]:
     def replaces(rival: int, rank: int) -> bool:
         """Whether `rival` needs at least the memory of `rank`."""
         content, rival_content = stages.contents[rank], stages.contents[rival]
+        rival_moments = moments[rival]
         return (
             (content.has_embedding, content.has_head)
             == (rival_content.has_embedding, rival_content.has_head)
@@ -544,10 +545,12 @@ def worst_ranks(stages: Stages) -> tuple[int, ...]:
                 for kind, number in chunk.items()
             )
             and weight_copies(full, rank) <= weight_copies(full, rival)
-            # At each moment of `rank`, some moment of `rival` has as many in flight on every stage.
+            # Each moment of `rank` has at most the microbatches of some moment of `rival`.
             and all(
-                any(all(a <= b for a, b in zip(now, then, strict=True)) for then in moments[rival])
-                for now in moments[rank]
+                any(
+                    all(a <= b for a, b in zip(mine, other, strict=True)) for other in rival_moments
+                )
+                for mine in moments[rank]
             )
         )
 

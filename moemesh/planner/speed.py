@@ -98,6 +98,7 @@ class Speed:
     def of(
         cls, shape: ModelShape, layout: PlannedLayout, cluster: Cluster, seconds: float
     ) -> Speed:
+        """A step of `layout` that takes `seconds`."""
         return cls(
             seconds=seconds,
             tokens=layout.global_batch * layout.seq_len,

@@ -90,6 +90,7 @@ class Stages:
 
     @staticmethod
     def of(shape: ModelShape, layout: PlannedLayout, microbatches: int | None = None) -> Stages:
+        """The stages of `layout`. `microbatches` replaces its number; no cut depends on it."""
         step = pipeline_step(layout, microbatches)
         if layout.pp == 1:
             return _stages(shape, step, (shape.num_layers,))

@@ -219,7 +219,9 @@ def solve(graph: OperatorGraph, *, byte_price: float = 0.0, in_flight: float = 1
             (nodes[edge.target], column_class, list(map(list, zip(*pairs, strict=True)))),
         ):
             for number, line in enumerate(lines):
-                members = [end for end, place in zip(ends, classes, strict=True) if place == number]
+                members = [
+                    end for end, of_end in zip(ends, classes, strict=True) if of_end == number
+                ]
                 terms = [*((pair, 1.0) for pair in line), *((end, -1.0) for end in members)]
                 program.row(terms, low=0.0, high=0.0)
     chosen, _ = program.solve()

@@ -43,7 +43,7 @@ from functools import lru_cache
 #: One placement an axis: "R", "P", "B" or "S" and the number of a dim.
 MeshLayout = tuple[str, ...]
 
-#: What a placement is in one direction, if it differs: of the tensor, and of its gradient.
+#: Placement in a layout -> placement of the tensor, and of its gradient, where they differ.
 _FORWARD = {"B": "R"}
 _GRADIENT = {"P": "R", "B": "P"}
 
@@ -83,17 +83,17 @@ def reshard_seconds(
         before = tuple(names.get(placement, placement) for placement in start)
         after = tuple(names.get(placement, placement) for placement in end)
         if before != after:
-            dims = {place for place in (*before, *after) if place[0] == "S"}
-            places = tuple(sorted(dims | {"R", "P"}))
-            seconds += _all_paths(num_bytes, before, places, tuple(axes))[after]
+            cuts = {placement for placement in (*before, *after) if placement[0] == "S"}
+            placements = tuple(sorted(cuts | {"R", "P"}))
+            seconds += _all_paths(num_bytes, before, placements, tuple(axes))[after]
     return seconds
 
 
 @lru_cache(maxsize=2**14)
 def _all_paths(
-    num_bytes: float, source: MeshLayout, places: tuple[str, ...], axes: tuple[MeshAxis, ...]
+    num_bytes: float, source: MeshLayout, placements: tuple[str, ...], axes: tuple[MeshAxis, ...]
 ) -> dict[MeshLayout, float]:
-    """Dijkstra: seconds from `source` to every layout made of `places`, in one direction."""
+    """Dijkstra: seconds from `source` to every layout made of `placements`, in one direction."""
     done: dict[MeshLayout, float] = {}
     heap: list[tuple[float, MeshLayout]] = [(0.0, source)]
     while heap:
@@ -112,7 +112,7 @@ def _all_paths(
             old = layout[index]
             if old[0] == "S" and old in inner:
                 continue
-            for new in places:
+            for new in placements:
                 after = (*layout[:index], new, *layout[index + 1 :])
                 if new == old or (new[0] == "S" and new in inner) or after in done:
                     continue

@@ -144,9 +144,9 @@ def _cut(costs: CostModel, ways: tuple[str, ...], dims: Collection[str]) -> int:
 
 def _layout(dims: tuple[str, ...], ways: tuple[str, ...], missing: str) -> MeshLayout:
     """Placements of a tensor; `missing` for an axis that cuts a dim the tensor does not have."""
-    places = {name: f"S{index}" for index, dim in enumerate(dims) for name in dim.split()}
+    cuts = {name: f"S{index}" for index, dim in enumerate(dims) for name in dim.split()}
     fixed = {WHOLE: "R", PARTIAL: "P"}
-    return tuple(fixed.get(way) or places.get(way, missing) for way in ways)
+    return tuple(fixed.get(way) or cuts.get(way, missing) for way in ways)
 
 
 def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operator:
@@ -158,17 +158,18 @@ def operator_of(spec: OperatorSpec, costs: CostModel, group: str = "") -> Operat
     for ways in _legal_ways(costs, choices, {dim: spec.sizes[dim] for dim in spec.cut}):
         shards = _cut(costs, ways, spec.cut)
         weights = spec.weight_elements / _cut(costs, ways, spec.weight)
-        seconds = exchanged = 0.0
+        # Seconds of exchanges of a step, and of a microbatch.
+        summed = exchanged = 0.0
         for axis, way in zip(costs.axes, ways, strict=True):
             if way in spec.cut and way not in spec.weight:
                 # An all-reduce of the weight's gradient.
-                seconds += 2 * axis.gather(weights * costs.gradient_bytes)
+                summed += 2 * axis.gather(weights * costs.gradient_bytes)
             if spec.exchange_bytes.get(way):
                 # All-gather of the other ranks' tensors in the forward, reduce-scatter of their
                 # gradients in the backward.
                 other_cuts = _cut(costs, ways, set(spec.cut) - {way})
                 exchanged += 2 * axis.gather(spec.exchange_bytes[way] / other_cuts)
-        seconds = seconds / costs.microbatches + exchanged
+        seconds = summed / costs.microbatches + exchanged
         moved = spec.moved_bytes / shards + weights * costs.weight_bytes
         forward = costs.compute_seconds(spec.flops / shards, moved)
         way_of_axis = zip(costs.axes, ways, strict=True)
@@ -241,14 +242,14 @@ class GraphBuilder(OperatorGraph):
     def link(self, source: int, target: int, input_index: int = 0) -> None:
         """`target` reads the output of `source`; the change of layout belongs to this group."""
         reader, num_bytes = self.operators[target], self.operators[source].output_bytes
-        left = [strategy.output for strategy in self.operators[source].strategies]
-        wanted = [strategy.inputs[input_index] for strategy in reader.strategies]
+        outputs = [strategy.output for strategy in self.operators[source].strategies]
+        inputs = [strategy.inputs[input_index] for strategy in reader.strategies]
         backward = source not in self._constant
         # Every pair of layouts is priced once: many strategies return the same layout.
         prices = {
             (a, b): reshard_seconds(num_bytes, a, b, self.costs.axes, backward=backward)
-            for a, b in product(set(left), set(wanted))
+            for a, b in product(set(outputs), set(inputs))
         }
-        seconds = np.array([[prices[a, b] for b in wanted] for a in left])
+        seconds = np.array([[prices[a, b] for b in inputs] for a in outputs])
         ends = {"source": source, "target": target, "input_index": input_index}
         self.edges.append(Edge(**ends, seconds=seconds, group=self._group))

@@ -1,4 +1,4 @@
-"""``moemesh plan``: the best layouts with reasons and a certificate, and calls that train them."""
+"""``moemesh plan``: the best layouts with reasons and a certificate, and their train commands."""
 
 from __future__ import annotations
 
@@ -402,7 +402,8 @@ def candidate_json(planned: PlannedAnswer, candidate: Candidate) -> dict[str, An
 
 
 def plan_keys(layout: PlannedLayout) -> dict[str, Any]:
-    """The keys of [plan] for this layout: those of every answer, and others with set values."""
+    """The keys of [plan] for this layout: those of every answer, and those that differ from their
+    defaults."""
     plan = plan_of(layout)
     listed = {*_ALWAYS, *plan.model_dump(exclude_defaults=True)}
     return {name: value for name, value in plan if name in listed}

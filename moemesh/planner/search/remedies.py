@@ -44,7 +44,7 @@ def remedies(
     - if none fits, the longest half, quarter, ... of the sequence with which one of them, or no
       option, fits;
     - the first packaged cluster, by the memory of a device, that has more memory a device and on
-      which the model fits, with at least as many devices.
+      which the model fits, with at least the same number of devices.
     """
     search = partial(SearchSpace, shape, progress=progress)
     nodes = cluster.nodes * 2
@@ -56,7 +56,7 @@ def remedies(
         nodes *= 2
     tuned = [_first(search, cluster, space, group) for group in tunings]
     yield from filter(None, tuned)
-    #: Options -> fields of the layouts; "" is no option.
+    #: Options ("": none) -> fields of the layouts.
     all_tunings, length = {"": space.trained}, space.seq_len // 2
     for group in tunings:
         all_tunings |= group

@@ -142,7 +142,7 @@ _FIXED = (*DEGREES, "stages_per_rank", "microbatch", "microbatches")
 _SEARCHED = (*_FIXED, "schedule", "data", "zero", "recompute", "attention_exit")
 #: Value of `data` that no search varies: it is set on the best layout without ZeRO.
 _SERVER = "parameter_server"
-#: Codes of problems that no other degrees solve.
+#: Codes of problems that a layout has with any degrees.
 _UNSOLVABLE = frozenset({"unknown-key", "not-a-choice", "wrong-type", "out-of-range", "conflict"})
 #: Largest share of a step that is attributed to rounding.
 _EQUAL = 1e-9

@@ -272,6 +272,7 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
     seconds = search.seconds(fastest)
     fits = search.needed <= search.capacity
     safe = search.fitting(min(search.capacity, safe_bytes), 1)
+    # The leader, and the layouts that may tie with it.
     leader, pool = fastest, fits
     if safe and search.seconds(safe[0]) <= seconds * (1 + SAFER):
         leader, pool = safe[0], fits & (search.needed <= safe_bytes)
@@ -335,9 +336,9 @@ def _least_within(
     """The layout with the least of `merits` (the first counts most) among those of at most `limit`
     seconds, of equal ones the fastest. Layouts of larger merits are not priced."""
     order = np.lexsort(merits[::-1]).tolist()
-    groups = groupby(order, lambda place: tuple(merit[place] for merit in merits))
-    same = (_ascending(layouts[list(places)], search.bounds) for _, places in groups)
-    firsts = (search.fastest(group, 1)[0] for group in same)
+    groups = groupby(order, lambda row: tuple(merit[row] for merit in merits))
+    equals = (_ascending(layouts[list(rows)], search.bounds) for _, rows in groups)
+    firsts = (search.fastest(group, 1)[0] for group in equals)
     return next(index for index in firsts if search.seconds(index) <= limit)
 
 

@@ -43,7 +43,7 @@ EXITS: tuple[AttentionExit, ...] = ("reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Limits of the search. The layouts that each of them excludes are counted and printed.
+    """Limits of the search. The answer has the number of layouts that each limit excludes.
 
     `tensor_inside_node` keeps tp and etp groups inside a node (an assumption, because such groups
     communicate in every layer). `largest_microbatch` is in sequences, by default that of
@@ -132,18 +132,19 @@ class Family:
         return int(self.legal.sum()) * self.columns.ep.size
 
     @cached_property
-    def _places(self) -> IntArray:
+    def _legal_entries(self) -> IntArray:
         """Flat indices of the legal entries."""
         return np.flatnonzero(self.legal)
 
     def layout(self, number: int) -> PlannedLayout:
-        place, expert_cut = divmod(number, self.columns.ep.size)
-        at = np.unravel_index(int(self._places[place]), self.legal.shape)
+        entry, expert_cut = divmod(number, self.columns.ep.size)
+        at = np.unravel_index(int(self._legal_entries[entry]), self.legal.shape)
         return self._layout(*map(int, at), expert_cut=expert_cut)
 
     def _layout(
         self, zero: int, attention_exit: int, recompute: int, cut: int = 0, expert_cut: int = 0
     ) -> PlannedLayout:
+        """The layout at one entry: indices of its strategies and its cuts."""
         space, columns = self.space, self.columns
         ep, etp = int(columns.ep[expert_cut]), int(columns.etp[expert_cut])
         values: dict[str, Any] = {name: int(getattr(columns, name)[cut, 0]) for name in _CUTS}
@@ -164,7 +165,7 @@ class Family:
     @cached_property
     def _strategies(self) -> dict[tuple[int, ...], PlannedLayout]:
         """The layout of the first cut for each (ZeRO, attention exit, recomputation)."""
-        return {place: self._layout(*place) for place in np.ndindex(*self.legal.shape[:3])}
+        return {entry: self._layout(*entry) for entry in np.ndindex(*self.legal.shape[:3])}
 
     def flat(self, number: Number, kind: DTypeLike = np.float64) -> NDArray[Any]:
         """The result of a formula as a flat array in the order of the layouts."""
@@ -192,8 +193,8 @@ class Family:
         table = np.empty((*self.legal.shape, self.columns.ep.size))
         rows = [with_values(layout, **degrees) for layout in self._strategies.values()]
         needed = needed_bytes(shape, rows, pricing.allocation_of(rows[0]))
-        for place, number in zip(self._strategies, needed, strict=True):
-            table[place] = number
+        for entry, num_bytes in zip(self._strategies, needed, strict=True):
+            table[entry] = num_bytes
         return self.flat(table)
 
     def seconds_bound(self, shape: ModelShape, pricing: Pricing) -> FloatArray:
@@ -235,13 +236,13 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
             if not space.allows(stages_per_rank=chunks):
                 continue
             # Numbers of microbatches for which the schedule is defined.
-            numbers, places = np.unique(every.microbatches[:, 0], return_inverse=True)
+            numbers, number_of_cut = np.unique(every.microbatches[:, 0], return_inverse=True)
             are_legal = [is_defined(schedule, pp, int(number)) for number in numbers]
-            allowed = every.where(np.array(are_legal, dtype=np.bool_)[places])
+            allowed = every.where(np.array(are_legal, dtype=np.bool_)[number_of_cut])
             rejected[f"microbatches do not fit {schedule}"] += every.size - allowed.size
             if not allowed.size:
                 continue
-            # ZeRO needs several ranks with the same weights: dense ones, or below those of experts.
+            # ZeRO needs several ranks with the same dense weights, or with the same experts.
             sharded = (allowed.dp * allowed.cp > 1)[:, 0]
             zero_stages: list[int] = []
             for zero in space.zero:
@@ -263,6 +264,7 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
             for columns, values, is_cut in parts:
                 has_zero = np.array(values, dtype=np.int64)[:, None, None, None] > 0
                 has_exit = np.arange(len(space.exits))[:, None, None] > 0
+                # ZeRO needs something to shard, and an exit other than the first needs tp.
                 legal = (is_cut | ~has_zero) & ((columns.tp > 1)[:, 0] | ~has_exit)
                 legal = np.repeat(legal, len(space.recompute), axis=2)
                 if legal.any():

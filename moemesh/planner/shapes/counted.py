@@ -94,7 +94,9 @@ def shape_of_folder(values: dict[str, Any], name: str) -> tuple[ModelShape, Mode
 def _counted(shape: ModelShape, architecture: Architecture) -> tuple[Counted, Counted, Counted]:
     """The field `counted` of a shape."""
     costs = architecture.costs
-    weights, experts, rest = [0] * shape.num_layers, [0] * shape.num_layers, 0
+    # Parameters per layer, outside of and in routed experts; and parameters outside of layers.
+    weights, experts = [0] * shape.num_layers, [0] * shape.num_layers
+    rest = 0
     for parameter in architecture.parameters:
         kind, _, index = parameter.unit.partition(".")
         rest += prod(parameter.shape)
@@ -102,6 +104,7 @@ def _counted(shape: ModelShape, architecture: Architecture) -> tuple[Counted, Co
             (experts if parameter.is_expert else weights)[int(index)] += prod(parameter.shape)
 
     def mean(moe: bool) -> Counted:
+        """Means over the layers with experts, or without."""
         layers = [index for index, kind in enumerate(shape.kinds) if kind.moe == moe]
         columns = (weights, experts, costs["flops"], costs["kept_bytes"])
         count = max(len(layers), 1)

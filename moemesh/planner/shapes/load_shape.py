@@ -338,7 +338,7 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
             Problem.of(code, f"model.{key}", table[key], f"`{key}` {message}", f"leave `{key}` out")
             for key in sorted(trained)
         )
-    # `moe_layers = "all"` is short for the list of all layers, one window for that of each.
+    # `moe_layers = "all"` is short for the list of all layers; one window is that of every layer.
     values = {"name": name, **table}
     layers, window = values.get("num_layers"), values.get("windows")
     size = min(layers, MOST_LAYERS) if isinstance(layers, int) else 0
@@ -350,6 +350,7 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
 
 
 def _config(table: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of a table [model]. Raises ConfigError with every problem."""
     leaves = {f"model.{key}": Leaf(value=value, origin="") for key, value in table.items()}
     config, broken = build_section(ModelConfig, leaves)
     if problems := broken or config.check():

@@ -145,7 +145,7 @@ def best_division(table: FloatArray, num_microbatches: int) -> Division | None:
         assert division is not None
         evaluations += 1
         best = min(best, division, key=lambda division: division.seconds)
-        # It is also the best division for every smaller limit that it keeps.
+        # `division` is also the best one for every smaller limit that its stages keep.
         below = int(np.searchsorted(times, max(division.stage_seconds)))
         spans += [(middle, division, high, upper), (low, lower, max(below, low), division)]
     return replace(best, evaluations=evaluations)
@@ -238,11 +238,11 @@ def best_draw(
             for index, chance in enumerate(chances):
                 drawn[:, index] = generator.choice(len(chance), size=count, p=chance)
         seconds = evaluate(drawn)
-        place = int(seconds.argmin())
+        fastest = int(seconds.argmin())
         best = best._replace(evaluations=best.evaluations + count)
-        if seconds[place] < best.seconds:
-            choices = tuple(int(choice) for choice in drawn[place])
-            best = best._replace(choices=choices, seconds=float(seconds[place]))
+        if seconds[fastest] < best.seconds:
+            choices = tuple(int(choice) for choice in drawn[fastest])
+            best = best._replace(choices=choices, seconds=float(seconds[fastest]))
         worst = max(worst, float(seconds[np.isfinite(seconds)].max(initial=0.0)))
         legal = np.where(np.isfinite(seconds), seconds, _PENALTY * (worst or 1.0))
         rewards = -np.log(np.maximum(legal, 1e-300))

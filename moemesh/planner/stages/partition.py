@@ -92,6 +92,7 @@ def _ranked(
     total = sum(operator.count * operator.seconds for operator in timed)
     #: (seconds of operators whose recomputation agrees, entry of the result)
     ranked: list[tuple[float, tuple[float, tuple[str, ...], dict[str, object]]]] = []
+    # `dense` and `experts` have the plan key of each mesh axis in dense operators and in experts.
     for dense in product(_DENSE, repeat=len(mesh)):
         for experts in product(_EXPERTS if is_moe else ("",), repeat=len(mesh)):
             for recompute in get_args(Recompute):

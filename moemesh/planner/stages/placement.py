@@ -112,9 +112,9 @@ def placement_problem(
         for number, operator in enumerate(graph.operators)
         if operator.strategies[0].seconds > 0
     ]
-    position = {number: place for place, number in enumerate(placed)}
+    position = {number: index for index, number in enumerate(placed)}
     operators = [graph.operators[number] for number in placed]
-    taken = [operator.strategies[0] for operator in operators]
+    strategies = [operator.strategies[0] for operator in operators]
     edges = [(e.source, e.target) for e in graph.edges if e.source in position]
     transfers = [
         [
@@ -127,10 +127,10 @@ def placement_problem(
         for source, _ in edges
     ]
     # The backward of an operator costs two forwards (`operators.strategies`).
-    seconds = np.array([strategy.seconds for strategy in taken])
+    seconds = np.array([strategy.seconds for strategy in strategies])
     return tuple(operator.name for operator in operators), PlacementProblem(
         seconds=np.stack([seconds / 3, 2 * seconds / 3]),
-        num_bytes=np.array([strategy.state_bytes + strategy.saved_bytes for strategy in taken]),
+        num_bytes=np.array([item.state_bytes + item.saved_bytes for item in strategies]),
         edges=tuple((position[source], position[target]) for source, target in edges),
         transfers=np.array(transfers).reshape(-1, 2),
         num_devices=num_devices,
@@ -170,10 +170,10 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
         for row, ((i, a), (j, b)) in enumerate(product(moves, moves)):
             tried[row, i], tried[row, j] = a, b
         seconds = problem.evaluate(tried)
-        place = int(seconds.argmin())
-        if not seconds[place] < bound:
+        fastest = int(seconds.argmin())
+        if not seconds[fastest] < bound:
             break
-        bound, current = float(seconds[place]), tried[place]
+        bound, current = float(seconds[fastest]), tried[fastest]
     # The longest path after each operator in each phase, without transfers.
     tails = np.zeros((2, count))
     for source, target in sorted(problem.edges, key=lambda edge: -edge[1]):
@@ -338,7 +338,7 @@ def branching_network(
     """The graph of `layers`, which read earlier ones or the "images", and of a loss."""
     builder = GraphBuilder(costs)
     images = builder.port("images", {0: batch}, float(batch * _IMAGE_BYTES), constant=True)
-    places = {"images": images}
+    positions = {"images": images}
     for name, reads, inner, outer, kernel, side, pooled_side in layers:
         elements = float(outer * inner * len(reads) * kernel**2)
         computed = float(batch * outer * side**2)
@@ -359,7 +359,7 @@ def branching_network(
         )
         if not kernel:  # a cut of channels would mix the orders of the branches
             spec = replace(spec, cut=("batch",), weight=())
-        places[name] = builder.add(spec, *(places[source] for source in reads))
+        positions[name] = builder.add(spec, *(positions[source] for source in reads))
     last = layers[-1]
     loss = OperatorSpec(
         name="loss",
@@ -370,5 +370,5 @@ def branching_network(
         moved_bytes=4.0 * batch * last.outer,
         output_bytes=4.0 * batch,
     )
-    builder.add(loss, places[last.name])
+    builder.add(loss, positions[last.name])
     return builder

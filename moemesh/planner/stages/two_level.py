@@ -147,10 +147,10 @@ class StageMesh:
         kinds, graph = self.search.shape.kinds, self.graph
         described: list[OperatorAssignment] = []
         for number, assignment in enumerate(self.assignments):
-            taken = [stage for stage in stages if stage.assignment == number]
-            counts = Counter(group_of(kinds[layer]) for stage in taken for layer in stage.layers)
-            counts[EMBEDDING] = int(stages[0] in taken)
-            counts[HEAD] = int(stages[-1] in taken)
+            holders = [stage for stage in stages if stage.assignment == number]
+            counts = Counter(group_of(kinds[layer]) for stage in holders for layer in stage.layers)
+            counts[EMBEDDING] = int(stages[0] in holders)
+            counts[HEAD] = int(stages[-1] in holders)
             chosen = [
                 operator.strategies[choice]
                 for operator, choice in zip(graph.operators, assignment.choices, strict=True)

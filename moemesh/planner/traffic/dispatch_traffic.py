@@ -75,7 +75,7 @@ def count_choices(choices: Choices, num_experts: int, layout: Layout, *, slots: 
         ranks = {expert // per_rank for expert in chosen}
         for index in ranks:
             visits[index] += 1
-        for index in {place // layout.ep_node for place in ranks}:
+        for index in {rank // layout.ep_node for rank in ranks}:
             nodes[index] += 1
     return SentRows(
         tokens=len(choices),
@@ -193,6 +193,7 @@ class DispatchTraffic:
         if plan.ep * plan.etp == 1:
             return
         sent = [self.sent_by(peer) for peer in lines.members("ep_etp")]
+        # Announcements of rows: headers of fixed slots, or counts and ids.
         if dispatcher.has_slots:
             header, headers = [self._slots + 1.0] * plan.ep, ("forward", "moe.headers")
             yield _sized("ep", "all_to_all", *headers, (header, header), _INT32)
@@ -205,6 +206,7 @@ class DispatchTraffic:
         chosen = max(self.sent_by(peer).slots for peer in peers)
         for hop in hops:
             yield from self._plan_messages(hop, chosen)
+        # Weights and rows to the experts, results back, each through all hops.
         callers = (_WEIGHTS, _DISPATCH, _COMBINE)
         entries = [(caller, hop) for caller in callers for hop in hops]
         if dispatcher.is_node_aware:  # all exchanges of a hop together
@@ -235,7 +237,7 @@ class DispatchTraffic:
                 else:
                     out = [item.visits[lines.coordinates["ep"]] for item in sent]
                     visits = self.sent_by(lines.rank).visits
-                    rows = out, [visits[place // plan.etp] for place in range(len(sent))]
+                    rows = out, [visits[index // plan.etp] for index in range(len(sent))]
                     uneven = "ep_etp", "all_to_all"
                     yield _sized(*uneven, "forward", caller, rows, self.plain)
                     yield _sized(*uneven, "backward", caller, rows[::-1], self.plain)
@@ -303,9 +305,9 @@ class DispatchTraffic:
                     return sum(sent_by(peer).visits[ep_index] for peer in rail)
 
                 layout, at = lines.layout, lines.coordinates
-                places = shard_range(layout.ep, layout.ep_rail, at["ep_rail"])
+                ep_indices = shard_range(layout.ep, layout.ep_rail, at["ep_rail"])
                 node = lines.members("ep_node")
-                out = [forwarded(lines.rank, place) for place in places]
+                out = [forwarded(lines.rank, index) for index in ep_indices]
                 return out, [forwarded(peer, at["ep"]) for peer in node]
             case _:
                 return ([sent_by(peer).tokens for peer in lines.members("ep_etp")],)
@@ -394,8 +396,8 @@ def replicated(
         filled = spare >= 0
         is_local = filled & (quotas.home[spare] == ep_index)
         out = [float(count * size) for count in is_local.sum(axis=1)]
-        wanted = quotas.home[spare[ep_index][filled[ep_index]]]
-        into = [float(count * size) for count in np.bincount(wanted, minlength=plan.ep)]
+        homes = quotas.home[spare[ep_index][filled[ep_index]]]
+        into = [float(count * size) for count in np.bincount(homes, minlength=plan.ep)]
         weights.append(Transfer("ep", "all_to_all", BOTH, "moe.replicas", (out, into)))
 
     @cache

@@ -164,8 +164,8 @@ class LedgerLines:
     def _add(self, key: tuple[str, str, str, str], moved: Sequence[float], times: int) -> None:
         sums = self._sums.setdefault(key, [0, 0, 0, 0])
         sums[0] += times
-        for place, value in enumerate(moved, start=1):
-            sums[place] += value * times
+        for index, size in enumerate(moved, start=1):
+            sums[index] += size * times
 
     def ledger(self) -> Ledger:
         return ledger_of((*key, *sums) for key, sums in self._sums.items())

@@ -105,14 +105,14 @@ class _Sums:
         #: receive buffer.
         self.vectors: list[int] = []
         self.received: list[int] = []
-        for place, bucket in enumerate(self.buckets):
-            sizes, index = owned(placement, bucket, rank)
+        for index, bucket in enumerate(self.buckets):
+            sizes, owner = owned(placement, bucket, rank)
             is_copied = "gradients" in sharded and len(sizes) > 1
             size = bucket.gradient_bytes
             self.vectors.append(bucket.numbers * size * is_copied)
-            self.received.append(sizes[index] * (len(sizes) - 1) * size)
+            self.received.append(sizes[owner] * (len(sizes) - 1) * size)
             for member in bucket.members:
-                self.bucket_of[member.name] = place, member.numbers * size * is_copied
+                self.bucket_of[member.name] = index, member.numbers * size * is_copied
         #: Buckets with at least one gradient, and buckets with the buffers of a sum in flight.
         self.filled: set[int] = set()
         self.sent: set[int] = set()
@@ -139,30 +139,30 @@ class _Sums:
 
     def add(self, name: str) -> None:
         """Arrival of one gradient."""
-        place, size = self.bucket_of[name]
+        index, size = self.bucket_of[name]
         if self.is_separate:
             self._hold(size)
-        elif place not in self.filled:
-            self._hold(self.vectors[place])
-        self.filled.add(place)
+        elif index not in self.filled:
+            self._hold(self.vectors[index])
+        self.filled.add(index)
 
-    def start(self, places: Iterable[int]) -> None:
+    def start(self, indices: Iterable[int]) -> None:
         """Start the sums of these buckets."""
-        for place in places:
-            unit = self.buckets[place].unit
+        for index in indices:
+            unit = self.buckets[index].unit
             # Only sums of one unit are in flight: vectors of two units would be the peak of a step.
             while self.pending and self.buckets[self.pending[0]].unit != unit:
                 self._wait(self.pending.pop(0))
             # An earlier sum of the same bucket ends first.
-            self._wait(place)
-            if self.is_separate or place not in self.filled:
+            self._wait(index)
+            if self.is_separate or index not in self.filled:
                 # The vector is allocated now; under zero3 next to the gradients copied into it.
-                self._hold(self.vectors[place])
-                self.held -= self.vectors[place] * (self.is_separate and place in self.filled)
-            self._hold(self.received[place])
-            self.filled.discard(place)
-            self.sent.add(place)
-            self.pending.append(place)
+                self._hold(self.vectors[index])
+                self.held -= self.vectors[index] * (self.is_separate and index in self.filled)
+            self._hold(self.received[index])
+            self.filled.discard(index)
+            self.sent.add(index)
+            self.pending.append(index)
             if len(self.pending) > MOST_UNDER_WAY:
                 self._wait(self.pending.pop(0))
 
@@ -170,7 +170,7 @@ class _Sums:
         self.held += size
         self.most = max(self.most, self.held)
 
-    def _wait(self, place: int) -> None:
-        if place in self.sent:
-            self.sent.remove(place)
-            self.held -= self.vectors[place] + self.received[place]
+    def _wait(self, index: int) -> None:
+        if index in self.sent:
+            self.sent.remove(index)
+            self.held -= self.vectors[index] + self.received[index]

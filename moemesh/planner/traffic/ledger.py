@@ -194,13 +194,13 @@ def _attention(step: RankStep, tokens: int, times: int) -> Iterator[Transfer]:
     if model.qk_norm and model.qk_norm_over == "projection":
         numbers = 2 * tokens, step.wide
         yield Transfer("tp", "all_reduce", BOTH, "attention.norm", numbers, times)
-    whole = step.blocks(tokens)
+    blocks = step.blocks(tokens)
     if plan.attention_exit == "reduce_scatter":
-        yield Transfer("tp", "reduce_scatter", BOTH, leave, (whole,), times)
+        yield Transfer("tp", "reduce_scatter", BOTH, leave, (blocks,), times)
     elif plan.attention_exit == "all_reduce":
         numbers = tokens * model.hidden_size, step.w
         yield Transfer("tp", "all_reduce", "forward", leave, numbers, times)
-        yield Transfer("tp", "all_gather", "backward", leave, (whole,), times)
+        yield Transfer("tp", "all_gather", "backward", leave, (blocks,), times)
     else:
         out = step.blocks(tokens, model.num_heads // plan.tp * model.value_head_dim)
         into = [out[step.coordinates["tp"]]] * plan.tp
@@ -239,8 +239,8 @@ def _context(step: RankStep, sequences: int, times: int) -> Iterator[Transfer]:
                 # Gradients start one rank after the owner of their block.
                 passes = (0, "forward", keys), (0, "backward", keys), (1, "backward", gradients)
                 for lag, phase, (caller, width) in passes:
-                    for place, op in ((index - hop, "send"), (index - hop - 1, "receive")):
-                        size = numbers[(place - lag) % ranks] * width
+                    for owner, op in ((index - hop, "send"), (index - hop - 1, "receive")):
+                        size = numbers[(owner - lag) % ranks] * width
                         yield Transfer("cp", op, phase, caller, (size,), times)
         case "all_gather":
             blocks = ([float(number * element) for number in numbers],)

@@ -163,6 +163,7 @@ class _Volumes:
             self._enter(axis, backward, "backward", caller, count, size, members)
 
     def _tensor(self) -> None:
+        """Collectives over tp of blocks, embedding and head."""
         layout, m = self.layout, self.m
         shared = self.moe if self.shape.shared_intermediate_size else 0
         mlps = self.layers - self.moe + shared
@@ -197,6 +198,7 @@ class _Volumes:
             self._enter("tp", "all_gather", *rebuilt)
 
     def _context(self) -> None:
+        """Exchanges of attention over cp."""
         layout, shape, c = self.layout, self.shape, self.layout.cp
         # Bytes of a channel of all heads on one tp rank, then of all keys and values of a
         # microbatch.
@@ -227,6 +229,7 @@ class _Volumes:
                 self._layer("cp", "all_to_all", "all_to_all", "context.positions", count, moved)
 
     def _experts(self) -> None:
+        """Dispatch and combine of the MoE layers."""
         layout, shape = self.layout, self.shape
         count = self.moe * self.m
         plain = shape.hidden_size * layout.element_bytes
