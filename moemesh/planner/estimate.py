@@ -108,9 +108,9 @@ def worst_routing(
         return None
     config = model.config
     if config is not None and plan is not None and layout.dtype in ELEMENT_BYTES:
-        known = exact_plan(config, plan)
-        if isinstance(known, Plan):
-            return of_own_run(config, known, **layout.step_sizes, rank=rank)
+        exact = exact_plan(config, plan)
+        if isinstance(exact, Plan):
+            return of_own_run(config, exact, **layout.step_sizes, rank=rank)
     # Other trainers keep gate and up of all rows: closed forms.
     k, per_rank = model.shape.experts_per_token, model.shape.num_experts // layout.ep
     # All tokens of the expert-parallel group choose the experts of one rank, as far as they can.
@@ -497,15 +497,15 @@ def estimate_named(
 ) -> Estimate:
     """Price the layout of `plan`. Raises ConfigError with every problem."""
     problems: list[Problem] = []
-    known, machine = load_both(model, cluster, problems)
+    loaded, machine = load_both(model, cluster, problems)
     try:
         machine = None if machine is None else with_headroom(machine, headroom, price)
-        planned = read_plan(plan, seq_len=seq_len, global_batch=global_batch, model=known)
+        planned = read_plan(plan, seq_len=seq_len, global_batch=global_batch, model=loaded)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    if known is None or machine is None:
+    if loaded is None or machine is None:
         raise ConfigError(problems)
-    priced = estimate(known, planned.layout, machine, planned.plan, rank=rank)
+    priced = estimate(loaded, planned.layout, machine, planned.plan, rank=rank)
     return replace(priced, text=planned.text)
 
 
@@ -520,8 +520,8 @@ def estimate_run(
     """Price a run of `moemesh train`: the configuration's model, plan, batch, dtype and optimizer.
     Raises ConfigError with every problem."""
     problems: list[Problem] = []
-    known, machine = load_both(config.model, cluster, problems)
-    if known is None or machine is None:
+    loaded, machine = load_both(config.model, cluster, problems)
+    if loaded is None or machine is None:
         raise ConfigError(problems)
     machine = with_headroom(machine, headroom, price)
     train, data = config.train, config.data
@@ -536,7 +536,7 @@ def estimate_run(
         per_number = round(layout.optimizer_bytes - fewer * layout.gradient_bytes, 2)
         layout = layout.changed(optimizer_bytes=per_number)
     text, layout = layout.text, layout.changed(**trained_shares(config))
-    priced = estimate(known, layout, machine, config.plan, rank=rank, run=config)
+    priced = estimate(loaded, layout, machine, config.plan, rank=rank, run=config)
     priced = replace(priced, text=text)
     layout, is_full = priced.layout, config.tuning.is_full
     plan = exact_plan(config.model, config.plan)

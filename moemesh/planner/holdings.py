@@ -102,22 +102,22 @@ class Holdings:
         `seq_len` None: the default of a run; `global_batch` None: the smallest that the plan
         divides. Raises ConfigError with every problem.
         """
-        known = None if model is None else load_model(model)
+        loaded = None if model is None else load_model(model)
         length, batch = seq_len or DataConfig().seq_len, global_batch or smallest_batch(plan)
-        planned = read_plan(plan, seq_len=length, global_batch=batch, model=known)
+        planned = read_plan(plan, seq_len=length, global_batch=batch, model=loaded)
         problems: list[Problem] = []
         if planned.plan is None:
             message = "this layout has keys that no [plan] of a run has, so no rank holds it"
             fix = "keys of [plan] only: pp, dp, cp, tp, ep, etp, schedule, microbatches, ..."
             problems.append(Problem.of("not-a-plan", "plan", plan, message, fix))
-        if known is not None and known.config is None:
+        if loaded is not None and loaded.config is None:
             message = "only the sizes of this model are known, not the layers that a run builds"
             fix = "a preset or a folder that `moemesh train` trains, or no --model"
             problems.append(Problem.of("not-available", "model", str(model), message, fix))
         if problems:
             raise ConfigError(problems)
         assert planned.plan is not None
-        layout, config = planned.layout, None if known is None else known.config
+        layout, config = planned.layout, None if loaded is None else loaded.config
         batch = layout.global_batch
         return cls(planned.plan, config, seq_len=layout.seq_len, global_batch=batch)
 

@@ -65,10 +65,10 @@ def known_runs(model: Model, cluster: Cluster, precision: Precision) -> Iterator
     for run in table["run"]:
         if run["device"] != accelerator_of_cluster(cluster).name:
             continue
-        known = load_model(run["model"])
-        if model.shape.model_copy(update={"name": known.shape.name}) != known.shape:
+        published = load_model(run["model"])
+        if model.shape.model_copy(update={"name": published.shape.name}) != published.shape:
             continue
-        layout = read_plan(run["plan"], model=known).layout
+        layout = read_plan(run["plan"], model=published).layout
         layout = layout.changed(precision=cast("Precision", run["precision"]))
         requested = layout.changed(precision=precision)
         yield KnownRun(
@@ -282,7 +282,7 @@ def plan_named(
     seq_len, global_batch, nodes = request.seq_len, request.global_batch, request.nodes
     top, why = 5 if request.top is None else request.top, request.why or ()
     problems: list[Problem] = []
-    known, machine = load_both(request.model, request.cluster, problems)
+    loaded, machine = load_both(request.model, request.cluster, problems)
     for name, value in (("seq_len", seq_len), ("global_batch", global_batch), ("top", top)):
         if not 1 <= value <= LARGEST_SIZE:
             bound = f"at least 1, not {value}" if value < 1 else f"at most {LARGEST_SIZE}"
@@ -305,28 +305,28 @@ def plan_named(
         problems.append(Problem.of("out-of-range", key, machine.nodes, message, fix))
     for asked in why:
         try:
-            rival_table(asked, known, _legal_size(seq_len), _legal_size(global_batch))
+            rival_table(asked, loaded, _legal_size(seq_len), _legal_size(global_batch))
         except ConfigError as error:
             problems += error.problems
-    if problems or known is None or machine is None:
+    if problems or loaded is None or machine is None:
         raise ConfigError(problems)
     if request.settings:
-        if (config := known.config or known.sizes) is None:
-            raise ConfigError([Problem(code="not-available", key="model", message=known.why_not)])
+        if (config := loaded.config or loaded.sizes) is None:
+            raise ConfigError([Problem(code="not-available", key="model", message=loaded.why_not)])
         for setting in request.settings:
             key = setting.partition("=")[0].strip()
             if not key.startswith(_TUNED):
                 message = "a search takes from --set what trains, and chooses the rest itself"
                 fix = "keys such as lora.rank, train.freeze or train.train_only"
                 raise ConfigError([Problem.of("conflict", key, None, message, fix)])
-        words = [*_words(_model_settings(known._replace(config=config))), *request.settings]
+        words = [*_words(_model_settings(loaded._replace(config=config))), *request.settings]
         run = load_run([], words, environ={}).config
         # Commands take [plan] from the layout.
         settings = (setting for setting in request.settings if not setting.startswith("plan."))
-        known = known._replace(settings=tuple(settings), run=run)
+        loaded = loaded._replace(settings=tuple(settings), run=run)
     # Fields of every layout: what trains, and where the optimizer is.
-    trained = {} if known.run is None else trained_shares(known.run)
-    if known.run is not None and (host := known.run.plan.offload) != "none":
+    trained = {} if loaded.run is None else trained_shares(loaded.run)
+    if loaded.run is not None and (host := loaded.run.plan.offload) != "none":
         trained["offload"] = host
     space = Space(
         trained=trained,
@@ -341,10 +341,10 @@ def plan_named(
     if request.trainable:
         # All reasons, if no layout of the model can be trained.
         smallest = PlannedLayout(seq_len=seq_len, global_batch=1, precision=request.precision)
-        if problems := untrained(smallest, known):
+        if problems := untrained(smallest, loaded):
             fix = "leave --trainable out to plan what other trainers would run"
             raise ConfigError(replace(problem, fix=problem.fix or fix) for problem in problems)
-    planned = plan(known, machine, space, top, rivals=why, progress=progress)
+    planned = plan(loaded, machine, space, top, rivals=why, progress=progress)
     if tokens is None:
         return planned
     return replace(planned, tokens=tokens, cheapest=cheapest(planned, space, progress))

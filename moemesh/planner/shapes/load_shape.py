@@ -277,17 +277,17 @@ def load_both(
 ) -> tuple[Model | None, Cluster | None]:
     """Model and cluster of a verb's options. One that cannot be read is None, and the reasons are
     added to `problems`."""
-    known: Model | None = None
+    loaded: Model | None = None
     machine: Cluster | None = None
     try:
-        known = load_model(model)
+        loaded = load_model(model)
     except ConfigError as error:
         problems += error.problems
     try:
         machine = load_cluster(cluster)
     except ConfigError as error:
         problems += error.problems
-    return known, machine
+    return loaded, machine
 
 
 def _from_table(table: Mapping[str, Any], name: str) -> Model:

@@ -244,10 +244,10 @@ def compare(request: PartitionRequest) -> list[Partition]:
             message = f"{name} must be at least {least}, not {value}"
             problems.append(_problem(name, value, message, f"{name} = {least}"))
     problems += _without_effect(request, methods)
-    known = None
+    loaded = None
     try:
         if request.model != BRANCHING:
-            known = load_model(request.model)
+            loaded = load_model(request.model)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -257,11 +257,11 @@ def compare(request: PartitionRequest) -> list[Partition]:
     if request.nodes is not None and request.nodes >= 1:
         machine = machine.model_copy(update={"nodes": request.nodes})
     if not problems:
-        problems += _clashes(known, machine, request)
+        problems += _clashes(loaded, machine, request)
     if problems:
         raise ConfigError(problems)
     started = time.perf_counter()
-    problem = _Network(machine, request) if known is None else _Pipeline(known, machine, request)
+    problem = _Network(machine, request) if loaded is None else _Pipeline(loaded, machine, request)
     # The search that all methods share counts for dp.
     shared_seconds = time.perf_counter() - started
     partitions: list[Partition] = []
