@@ -31,7 +31,7 @@ _HOMES = {
     "save_checkpoint": "moemesh.api.checkpoints",
     "schedules": "moemesh.api.schedules",
     "simulate": "moemesh.schedule.simulate",
-    # The package can be called: its name is that of the verb.
+    # The module itself is callable: `mm.train(...)` runs the verb.
     "train": "moemesh.train",
     "use_experts": "moemesh.parallel.expert.hub_layer",
 }

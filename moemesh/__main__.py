@@ -7,7 +7,8 @@ from types import FrameType
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C. An interrupted import can raise any error, so there the process ends at once."""
+    """Handler of Ctrl-C: raises KeyboardInterrupt. An import that is interrupted can raise any
+    other error instead, so during one the process exits at once."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             os._exit(130)
@@ -17,16 +18,17 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command of ``sys.argv``."""
-    # A shell without job control starts a command in the background with SIGINT ignored.
+    # A shell without job control starts a background command with SIGINT ignored: that remains.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        with suppress(ValueError):  # in another thread than the main one
+        with suppress(ValueError):  # only the main thread may set handlers
             signal.signal(signal.SIGINT, _interrupt)
     from moemesh.cli import main as command
 
     try:
         command()
     finally:
-        # The end of the interpreter prints every exception: Ctrl-C ends the process there.
+        # An exception during interpreter shutdown is printed. With the default handler Ctrl-C
+        # ends the process silently.
         if signal.getsignal(signal.SIGINT) is _interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 

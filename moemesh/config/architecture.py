@@ -21,12 +21,12 @@ COSTS = {"flops", "flops_per_key", "ends"} | {
 @dataclass(frozen=True, kw_only=True)
 class ParameterRecord:
     """One parameter, under its name in transformers. ``unit``: the part of the forward that reads
-    it ("embedding", "layers.3", "head"); ``is_expert``: a stack with an entry of its first dim for
-    each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: never has a gradient;
-    ``cut``: the dim of a stack that ranks of etp share, each of the equal ``blocks`` of it by
-    itself; None: they cannot. ``layout``: the dims of a weight that may have an adapter, in the
-    order of our weights and in the stored order, "o i -> o i" of a linear layer and
-    "e p f h -> e (p f) h" of a stack of gates and up projections; else empty."""
+    it ("embedding", "layers.3", "head"); ``is_expert``: a stack whose first dim is the expert;
+    ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: never has a gradient; ``cut``: the dim of
+    a stack that etp shards, None if it cannot; the dim has ``blocks`` equal blocks (gate and up),
+    and each is sharded by itself. ``layout``: the dims of a weight that may have an adapter, in the
+    order of our weights and in the stored order, as einops writes them: "o i -> o i" for a linear
+    layer, "e p f h -> e (p f) h" for a stack of gate and up projections; else empty."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +40,8 @@ class ParameterRecord:
 
     @property
     def module(self) -> str:
-        """The module of the weight's adapters: around a linear layer, or of the experts."""
+        """Name of the module that has the weight's adapters: the parent of a linear layer, or the
+        experts."""
         return ".".join(self.name.split(".")[: -1 if self.is_expert else -2])
 
     @property
@@ -65,8 +66,8 @@ class ParameterRecord:
         """The parts with an adapter. "all-linear" leaves out a weight with a dim below the rank."""
         if not lora.rank:
             return ()
-        is_wide = ALL_LINEAR in lora.targets and lora.rank <= min(self.shape[-2:], default=0)
-        return tuple(part for part in self.parts if is_wide or part.target in lora.targets)
+        has_all = ALL_LINEAR in lora.targets and lora.rank <= min(self.shape[-2:], default=0)
+        return tuple(part for part in self.parts if has_all or part.target in lora.targets)
 
     def adapters(self, lora: LoraConfig) -> Iterator[ParameterRecord]:
         """The adapter parameters of the weight."""
@@ -85,16 +86,14 @@ class ParameterRecord:
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Sizes and parameters of a model of transformers. ``values``: its ``config.json``;
-    ``layers``: the module that holds the decoder layers; ``around``: that of the text part in the
-    larger model that ``AutoModelForCausalLM`` makes of the folder, empty where it makes this one;
-    ``layer_kinds``: the class of the mixer
-    and of the MLP of each layer; ``has_plain_head``: logits are the last hidden states times the
-    head's weight; ``documents``: how documents in one row are kept apart ("positions", "masks",
-    or "rows": they are not); ``reads_between``: parameters outside of the layers are read between
-    them, so that zero3 cannot free them; ``layer_output``: dtype (in a bfloat16 model) and sizes
-    after [B, S] of each tensor that every layer returns, of which -k is k or fewer where there are
-    fewer positions; ``uncut``: the reason why its layers cannot be cut into
-    pipeline stages, empty where they can; ``notes``: sentences that a run prints; ``costs``:
+    ``layers``: name of the module that holds the decoder layers; ``around``: name of the text part
+    if ``AutoModelForCausalLM`` makes a larger model of the folder, else empty; ``has_plain_head``:
+    logits are the last hidden states times the head's weight; ``documents``: what separates the
+    documents of one row ("positions", "masks", or "rows": nothing does); ``reads_between``:
+    parameters outside of the layers are read between them, so that zero3 cannot free them;
+    ``layer_output``: for each tensor that every layer returns, its dtype (in a bfloat16 model) and
+    its sizes after [B, S], where -k stands for min(k, S); ``uncut``: the reason why pipeline stages
+    cannot cut the layers, empty if they can; ``notes``: sentences that a run prints; ``costs``:
     figures of the planner.
     """
 
@@ -135,7 +134,7 @@ class Architecture:
         return all(record.cut is not None for record in self.parameters if record.is_expert)
 
     def with_adapters(self, lora: LoraConfig) -> Architecture:
-        """The same with the adapters `lora` in place of its own, each after its weight."""
+        """The same record with the adapters `lora` in place of its own, each after its weight."""
         parameters: list[ParameterRecord] = []
         for weight in self.parameters:
             if not is_adapter(weight.name):
@@ -143,12 +142,12 @@ class Architecture:
         return replace(self, parameters=tuple(parameters))
 
     def to_json(self) -> str:
-        """One line, as the cache has it."""
+        """The record as one line of JSON, for the cache."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Architecture:
-        """The record of a line of :meth:`to_json`. Raises ValueError for another text."""
+        """The record that :meth:`to_json` wrote. Raises ValueError for any other text."""
         given = json.loads(text)
         if not isinstance(given, dict) or {field.name for field in fields(cls)} != given.keys():
             raise ValueError("not the record of an architecture")

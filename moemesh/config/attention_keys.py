@@ -120,7 +120,7 @@ class AttentionConfig(HeadSizes):
     clip_qkv: Annotated[NotNegative, _GROUPED] = 0.0
     #: One learned logit per head that takes part in the softmax and has no value (gpt-oss).
     attention_sinks: bool = False
-    #: Factor of the scores in place of 1/sqrt(query head size); 0 is that.
+    #: Factor of the scores; 0: 1/sqrt(query head size).
     attention_multiplier: NotNegative = 0.0
     #: Keys that a query of a sliding layer sees, its own included; 0: no layer slides.
     sliding_window: Count = 0
@@ -143,14 +143,14 @@ class AttentionConfig(HeadSizes):
     original_max_position_embeddings: Annotated[
         Count, UsedWith("rope_type", ("llama3", "yarn"))
     ] = 0
-    #: YaRN keeps channels that turn more than `fast` times over the original positions, divides
-    #: those that turn less than `slow` times by the factor, and blends in between, from and to
-    #: whole channels with `truncate`.
+    #: YaRN keeps frequencies that turn more than `fast` times over the original positions, divides
+    #: those that turn less than `slow` times by the factor, and blends the ones between. With
+    #: `truncate` the blend begins and ends at whole channels.
     rope_beta_fast: Positive = 32.0
     rope_beta_slow: Positive = 1.0
     rope_truncate: bool = True
     #: YaRN's factors of the rotated queries and keys, and with latent attention of the scores.
-    #: 0 is not given; `attention_factor` then follows from the other two, or from rope_factor.
+    #: 0: not given; `attention_factor` then follows from the other two, or from rope_factor.
     rope_mscale: Annotated[NotNegative, _YARN] = 0.0
     rope_mscale_all_dim: Annotated[NotNegative, _YARN] = 0.0
     rope_attention_factor: Annotated[NotNegative, _YARN] = 0.0
@@ -187,20 +187,20 @@ class AttentionConfig(HeadSizes):
 
     @property
     def attention_scale(self) -> float:
-        """Factor of the scores in front of the softmax."""
+        """Factor of the scores before the softmax."""
         scale = self.attention_multiplier or self.query_head_dim**-0.5
         if self.attention == "mla" and self.rope_type != "default" and self.rope_mscale_all_dim:
-            # DeepSeek scales all channels by mscale, the rotated ones among them, whence the
-            # quotient of two mscales above.
+            # DeepSeek scales all channels by this mscale. The rotated ones are among them, so
+            # `rope_scale` divides by it.
             scale *= self._mscale(self.rope_mscale_all_dim) ** 2
         return scale
 
     def _mscale(self, weight: float) -> float:
-        """0.1 ln(factor) + 1 (arXiv:2309.00071, equation 22), with a weight of the logarithm."""
+        """0.1 * weight * ln(factor) + 1; with weight 1 equation 22 of arXiv:2309.00071."""
         return 0.1 * weight * log(self.rope_factor) + 1.0
 
     def attention_rules(self, num_layers: int) -> Iterator[Problem]:
-        """The rules between these keys, for a model of `num_layers`."""
+        """Problems of the rules between the keys of this class, for a model of `num_layers`."""
         if self.attention == "mla":
             for name in MLA_SIZES:
                 if getattr(self, name) == 0:

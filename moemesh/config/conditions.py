@@ -12,8 +12,8 @@ Numbers = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Condition:
-    """A rule over the numbers `names`: its `text`, and a function that returns what breaks it, ""
-    if it holds."""
+    """A rule over the numbers `names`: its `text`, and a function that returns the violation as
+    text, "" if the rule holds."""
 
     text: str
     names: tuple[str, ...]
@@ -24,7 +24,7 @@ class Condition:
 
 
 class ScheduleConditionError(UserError):
-    """The numbers are none that the schedule is defined for."""
+    """The schedule is not defined for the numbers."""
 
 
 def at_least(name: str, bound: int, of: str = "") -> Condition:
@@ -46,7 +46,7 @@ def at_most(name: str, bound: int) -> Condition:
 
 
 def divisible(name: str, by: int | str) -> Condition:
-    """``name % by == 0`` for a number or the name of one; of 2, an even number."""
+    """``name % by == 0``; `by` is a number, or the name of another number."""
 
     def violation(numbers: Numbers) -> str:
         value, of = numbers[name], numbers[by] if isinstance(by, str) else by
@@ -64,7 +64,7 @@ def one_of(name: str, *values: int) -> Condition:
     return Condition(text, (name,), lambda n: "" if n[name] in values else str(n[name]))
 
 
-#: Every schedule: a pipeline has a rank, a step a microbatch.
+#: Conditions of every schedule: a rank, and a microbatch in each step.
 ALWAYS = (at_least("ranks", 1), at_least("microbatches", 1))
 
 
@@ -88,14 +88,15 @@ microbatches % ranks == 0, got 10 % 4 == 2 (nearest: microbatches 8 or 12, or ra
     if not broken:
         return
     lines = [f"{schedule} needs {rule.text}, got {rule.violation(numbers)}" for rule in broken]
-    # One number changed where that is enough, else all of them in their order.
+    # Alternatives that change one number, if there are any; else one change of several numbers.
     hint = ", or ".join(
         f"{name} {' or '.join(map(str, values))}"
         for name in dict.fromkeys(name for rule in broken for name in rule.names)
         if (values := _legal(conditions, numbers, name))
     )
     if not hint:
-        # Equally near ones: the larger first, more microbatches rather than fewer ranks.
+        # Among equally near candidates larger numbers come first: more microbatches rather than
+        # fewer ranks.
         together = sorted(
             _settled(conditions, numbers, list(numbers)),
             key=lambda candidate: (
@@ -129,7 +130,8 @@ def _settled(
 
 
 def _legal(rules: Sequence[Condition], given: Numbers, name: str) -> list[int]:
-    """The nearest values of `name`, nearest first, below and above the given one."""
+    """The values of `name` for which all `rules` hold, nearest first: at most one below the given
+    value, and one above it."""
     value = given[name]
     # No rule needs more than twice another number; a value beyond this bound would not be "near".
     reach = min(2 * sum(map(abs, given.values())) + 2, 10_000)

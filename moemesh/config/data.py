@@ -24,7 +24,7 @@ NUM_BYTES = 256
 
 
 def loss_unit(tokenizer: object) -> str:
-    """The unit of losses over the ids of `tokenizer`: those of "bytes" are bytes."""
+    """The unit of losses with `tokenizer`, whose ids are tokens, or with "bytes" bytes."""
     return "nats a byte" if tokenizer == "bytes" else "nats a token"
 
 
@@ -85,13 +85,13 @@ class DataConfig(Section):
 
     #: A file, folder or glob; None reads the running Python's own standard library sources.
     path: str | None = None
-    #: auto: each file by its name.
+    #: auto: the format follows from the name of each file.
     format: DataFormat = "auto"
     #: Key or column of the text in jsonl, parquet and datasets.
     text_key: str = "text"
     #: Several sources, mixed by weight, in place of `path`, `format` and `text_key`.
     sources: tuple[DataSource, ...] = ()
-    #: Own files for validation, in place of a share of the training data.
+    #: Separate files for validation, in place of a share of the training data.
     validation: str | None = None
     validation_format: DataFormat = "auto"
     #: "bytes", or the folder of a tokenizer.
@@ -100,7 +100,7 @@ class DataConfig(Section):
     #: stays inside a document, positions restart, and no token predicts the next document. auto:
     #: "mask" for sources with conversations.
     documents: Documents = "auto"
-    #: Conversations of more tokens than a sequence has.
+    #: Treatment of conversations that are longer than a sequence.
     long_conversations: LongConversations = "truncate"
     #: Tokens of one sequence.
     seq_len: Annotated[Size, BeforeValidator(_length)] = 128
@@ -108,13 +108,13 @@ class DataConfig(Section):
     global_batch: Size = 32
     #: Share of the samples kept for validation.
     held_out: Share = 0.05
-    #: A record that cannot be read ends the run, or is left out and counted.
+    #: Reaction to a record that cannot be read: end the run, or leave the record out and count it.
     bad_records: BadRecords = "fail"
     #: With "skip": the largest share of bad records of a source.
     bad_record_share: Share = 0.01
     #: The date (YYYY-MM-DD) that a chat template reads; None: the day of the run's first start.
     date: Annotated[str | None, BeforeValidator(_day)] = None
-    #: Folder of tokenized text, kept for the next start; None: ``token_cache`` beside the run.
+    #: Folder of tokenized text for later starts; None: ``token_cache`` next to the run folder.
     cache: str | None = None
 
     @property
@@ -124,13 +124,13 @@ class DataConfig(Section):
 
     @property
     def all_sources(self) -> tuple[DataSource, ...]:
-        """The sources of the run; `path` is one of weight 1."""
+        """The sources of the run; without `sources`, `path` as one of weight 1."""
         if self.sources:
             return self.sources
         return (DataSource(path=self.path, format=self.format, text_key=self.text_key),)
 
     def with_paths(self, change: Callable[[str | None], str | None]) -> DataConfig:
-        """The same with every path of data after `change`."""
+        """The same section with every path of data replaced by what `change` returns for it."""
         sources = tuple(
             source.model_copy(update={"path": change(source.path)}) for source in self.sources
         )
@@ -139,7 +139,7 @@ class DataConfig(Section):
         return self.model_copy(update=update | ({"sources": sources} if sources else {}))
 
     def check(self) -> list[Problem]:
-        """Every rule that the section must keep by itself."""
+        """Problems of the section by itself."""
         problems = self.range_problems()
         for name in ("path", "tokenizer", "text_key", "validation", "cache"):
             if getattr(self, name) == "":

@@ -44,25 +44,26 @@ def check_kind(name: str, value: object, kind: type, fix: str = "") -> None:
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the public interface with :func:`known_keywords`, whose arguments that are
-    words or numbers are checked against their annotations (:func:`_checked`)."""
+    """Decorator of public functions: :func:`known_keywords`, and a check of arguments against their
+    annotations (:func:`_checked`)."""
     parameters = signature(function).parameters
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> T:
         hints = _hints(function)
         given = zip(parameters, args, strict=False)
-        plain = [_checked(name, value, hints.get(name)) for name, value in given]
+        positional = [_checked(name, value, hints.get(name)) for name, value in given]
         kwargs = {name: _checked(name, value, hints.get(name)) for name, value in kwargs.items()}
-        return function(*plain, *args[len(plain) :], **kwargs)
+        return function(*positional, *args[len(positional) :], **kwargs)
 
     return known_keywords(cast("Callable[P, T]", call))
 
 
 def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose TypeError for a keyword that it does not have names the nearest one.
-    Keywords may be those of a TypedDict: ``**options: Unpack[Options]``. A function that all ranks
-    call checks its arguments itself, so that all ranks fail alike."""
+    """Decorator: the TypeError for an unknown keyword suggests the nearest one. Keywords may be
+    those of a TypedDict: ``**options: Unpack[Options]``. A function that all ranks call has this
+    decorator instead of :func:`public`: it checks its arguments itself, so that all ranks fail
+    alike."""
     parameters = signature(function).parameters
 
     @wraps(function)
@@ -84,7 +85,7 @@ def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
 
 @cache
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of the arguments; none where one is of a module imported for types."""
+    """The annotations of the arguments; empty if one needs an import under TYPE_CHECKING."""
     try:
         return get_type_hints(function)
     except NameError:
@@ -106,9 +107,10 @@ _PLAIN: dict[Any, tuple[str, type]] = {
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """The value of an argument; whole numbers of numpy and torch as int where the annotation has
-    one. Raises for a value that the annotation does not allow: ConfigError with legal words,
-    TypeError with the types. A class by itself has a check of its own, with a fix."""
+    """`value` of the argument `name`; a whole number of numpy or torch becomes an int if the
+    annotation `hint` has int. Raises ConfigError for a word that is not in a Literal, TypeError for
+    another type. A `hint` that is one class outside of :data:`_PLAIN` is not checked: the function
+    has a check with a fix."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     words = [
         word for member in members if get_origin(member) is Literal for word in get_args(member)
@@ -116,8 +118,8 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     kinds = [
         get_origin(member) or member for member in members if get_origin(member) is not Literal
     ]
-    is_own = len(kinds) == 1 and kinds[0] not in _PLAIN
-    if is_own or not all(isinstance(kind, type) for kind in kinds):
+    is_one_class = len(kinds) == 1 and kinds[0] not in _PLAIN
+    if is_one_class or not all(isinstance(kind, type) for kind in kinds):
         return value
     if int in kinds:
         value = whole(value)
@@ -131,8 +133,8 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
             raise ConfigError([problem], "in the arguments")
         return value
     plain = [_PLAIN.get(kind, (f"a {kind.__name__}", kind)) for kind in kinds]
-    is_bool = isinstance(value, bool) and bool not in kinds
-    if is_bool or not any(isinstance(value, kind) for _, kind in plain):
+    is_wrong_bool = isinstance(value, bool) and bool not in kinds  # isinstance(True, int) holds
+    if is_wrong_bool or not any(isinstance(value, kind) for _, kind in plain):
         raise TypeError(f"{name} must be {' or '.join(text for text, _ in plain)}, not {value!r}")
     return value
 
@@ -147,13 +149,13 @@ def whole(value: Any) -> Any:
 
 
 def check_limit(name: str, value: object) -> None:
-    """Raises UserError unless the argument `name`, a largest norm, is a number of at least 0."""
-    # Not "below 0", which NaN is not.
+    """Raises UserError unless the argument `name`, a bound of a norm, is a number of at least 0."""
+    # "not >= 0" instead of "< 0", which is False for NaN.
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
         raise UserError(f"{name} must be a number of at least 0, not {value!r}")
 
 
-#: Longer values are cut in messages: a pasted file must not hide the sentence about it.
+#: Most characters of a value in a message: a pasted file must not hide the sentence about it.
 LONGEST_VALUE = 80
 
 
@@ -190,9 +192,9 @@ CODES: dict[str, str] = {
 class Problem:
     """One thing that is wrong: where, what the numbers are, and the nearest legal choice.
 
-    `code` names the kind (:data:`CODES`), `key` is dotted ("plan.ep"), `value` is what was given
-    (None when there is none to show), `origin` where it came from, `related` the other keys the
-    broken rule read, so that a rule over a value that is itself broken can be left out.
+    `code`: the kind (:data:`CODES`); `key`: dotted ("plan.ep"); `value`: the given value, None if
+    there is none to show; `origin`: its file and line, variable or option; `related`: the other
+    keys that the rule reads, since a rule over a broken value is left out (:func:`independent`).
     """
 
     code: str
@@ -225,11 +227,11 @@ class UserError(ValueError):
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether `error` is a message for the user rather than a fault of ours. True for every
-    UserError and for every kind of ValueError that a package of ours defines; a bare ValueError
-    from a library has no message that the user could act on."""
-    ours = type(error).__module__.partition(".")[0] == "moemesh"
-    return isinstance(error, UserError) or (isinstance(error, ValueError) and ours)
+    """Whether `error` is a message for the user rather than a bug of moemesh. True for every
+    UserError and for every subclass of ValueError that moemesh defines; a bare ValueError from a
+    library has no message that the user could act on."""
+    is_ours = type(error).__module__.partition(".")[0] == "moemesh"
+    return isinstance(error, UserError) or (isinstance(error, ValueError) and is_ours)
 
 
 class ConfigError(UserError):
@@ -254,8 +256,8 @@ class ConfigError(UserError):
 
 
 def unknown_keys(kind: str, table: Mapping[str, object], names: Sequence[str]) -> list[Problem]:
-    """A problem for each key of `table` that is not among `names`, the keys of a `kind` ("plan");
-    its fix is the key's name here, if another framework has it, else the nearest name."""
+    """A problem for each key of `table` that is not among `names`, the keys of a `kind` ("plan").
+    Its fix is our name for a key of another framework, else the nearest name."""
     problems: list[Problem] = []
     for key, value in table.items():
         if key not in names:
@@ -284,7 +286,7 @@ class SeveralErrors(UserError):
 
 
 def refuse_together(errors: Collection[Exception]) -> None:
-    """Raises the one error of `errors`, or a SeveralErrors of all; nothing where there is none."""
+    """Raises the error in `errors` if it is the only one, a SeveralErrors if there are more."""
     if len(errors) > 1:
         raise SeveralErrors(errors)
     for error in errors:
@@ -305,7 +307,8 @@ def found_by(check: Callable[[], object]) -> list[Exception]:
 
 
 def independent(problems: Iterable[Problem], broken: Collection[str]) -> list[Problem]:
-    """The problems that do not rest on a key which is itself broken (its value means nothing)."""
+    """The problems that involve no key in `broken`, since the value of a broken key is
+    meaningless."""
     return [
         problem
         for problem in problems

@@ -70,7 +70,7 @@ class ExpertConfig(Section):
     router_dtype: RouterDtype = "float32"
     #: Training only: each logit is multiplied by a random number within 1 +- jitter.
     router_jitter: Share = 0.0
-    #: A bias on scores for the choice, not for the gates (arXiv:2408.15664); its change a step.
+    #: A bias on the scores that choose, not on the gates (arXiv:2408.15664); its change per step.
     router_selection_bias: bool = False
     router_bias_rate: NotNegative = 1e-3
     #: Experts are chosen from the best `router_groups_kept` of `router_groups` groups only.
@@ -87,14 +87,14 @@ class ExpertConfig(Section):
     router_scale_on: RouterScaleOn = "weights"
     #: Shared and routed experts are added, or averaged.
     shared_combine: SharedCombine = "sum"
-    #: Tokens of a sequence that an expert takes, over its fair share; 0 takes all (dropless). With
-    #: expert_choice, the number that each expert chooses; 0 is then the fair share itself.
+    #: Most tokens of a sequence that an expert takes, in fair shares; 0: no limit (dropless). With
+    #: expert_choice, tokens that each expert chooses, in fair shares; 0: one fair share.
     capacity_factor: Annotated[float, Range(0.0, 1e6)] = 0.0
     #: Choices that a full expert keeps: the largest weights, or the earliest tokens.
     capacity_policy: CapacityPolicy = "probability"
     #: A token that lost an expert keeps its total weight.
     capacity_renormalize: bool = False
-    #: The losses are means over these sets of tokens. "microbatch" depends on the layout.
+    #: Tokens that an auxiliary loss is computed over. "microbatch" depends on the layout.
     aux_loss_scope: AuxLossScope = "sequence"
     #: "each": losses of every layer, added up. "together": one loss over the choices of all layers,
     #: as in transformers.
@@ -157,12 +157,12 @@ class ExpertConfig(Section):
 
     @property
     def has_joint_aux_loss(self) -> bool:
-        """Whether it is one loss for all layers."""
+        """Whether one auxiliary loss covers all layers."""
         return self.has_aux_loss and self.aux_loss_layers == "together"
 
     @property
     def layout_warning(self) -> str:
-        """A sentence on the part of the objective that changes with the layout; "" without one."""
+        """A sentence if a part of the objective changes with the layout, else ""."""
         changes = {
             "microbatch": "plan.dp, plan.microbatches and data.global_batch",
             "global": "plan.microbatches",
@@ -175,7 +175,7 @@ class ExpertConfig(Section):
         )
 
     def expert_rules(self) -> Iterator[Problem]:
-        """The rules between these keys."""
+        """Problems of the rules between the keys of this class."""
         if not self.num_experts:
             return
         yield from self._layer_rules()
@@ -196,12 +196,12 @@ class ExpertConfig(Section):
             fix = "shared_gate = false, or num_shared_experts = 1"
             yield self.problem("conflict", "shared_gate", message, fix, "num_shared_experts")
         yield from self._group_rules()
-        least, name = self.router_normalize_min > 0, "router_normalize_min"
-        if least and not self.router_normalize:
+        has_minimum, name = self.router_normalize_min > 0, "router_normalize_min"
+        if has_minimum and not self.router_normalize:
             message = f"{name} has no use: router_normalize is false"
             fix = f"router_normalize = true, or {name} = 0.0"
             yield self.problem("conflict", name, message, fix, "router_normalize")
-        if least and self.router_normalize_eps > 0:
+        if has_minimum and self.router_normalize_eps > 0:
             message = f"{name} and router_normalize_eps are two ways to one end"
             fix = f"router_normalize_eps = 0.0, or {name} = 0.0"
             yield self.problem("conflict", name, message, fix, "router_normalize_eps")
@@ -221,7 +221,7 @@ class ExpertConfig(Section):
                 yield self.problem("conflict", name, message, fix, "router_selection")
 
     def _layer_rules(self) -> Iterator[Problem]:
-        """Which layers have experts."""
+        """Rules of the keys that choose the layers with experts."""
         layers, dense, count = self.moe_layers, self.first_dense_layers, self.num_layers
         if layers is None:
             if dense > count:

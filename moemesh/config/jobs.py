@@ -27,10 +27,10 @@ FILES: dict[Launcher, str] = {
 }
 #: Seconds between the request to save and the end of a job.
 GRACE_SECONDS = 300
-#: Seconds after which torchrun kills ranks that received a stop signal, by default 30; versions of
-#: torch without this variable always use their default.
+#: Variable with the seconds after which torchrun kills ranks that received a stop signal, by
+#: default 30. Versions of torch that do not read it always use the default.
 _PATIENCE = f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE_SECONDS - 10}"
-#: Partitions, accounts, images and accelerators.
+#: Legal names of partitions, accounts, images and accelerators.
 _NAME = re.compile(r"\w([\w./:@,+-]*\w)?", re.ASCII)
 #: The port of the first rank where no launcher chooses one.
 PORT = 29500
@@ -67,7 +67,8 @@ class ClusterJob:
         ranks_per_node: int | None,
         **more: Any,
     ) -> ClusterJob:
-        """`ranks_per_node` None: that of the plan, else 8, or all ranks if there are fewer.
+        """The job of `config`. `ranks_per_node` None: that of the plan, else the smaller of 8 and
+        the number of ranks.
 
         Raises ConfigError if the ranks do not fill their nodes, and for names in `more` that
         schedulers would not accept: they are written into the files unchanged.

@@ -48,11 +48,11 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mirror": ("dense", ("pp",)),
     "world": ("dense", ("pp", "dp", "cp", "tp")),
 }
-#: Axes over which gradients are summed and states may be sharded. Each has two axes of its own:
+#: Axes over which gradients are summed and states may be sharded. Each is divided into two axes:
 #: ranks that shard one copy of the states (``_shard``), and ranks with the same shard
 #: (``_copies``).
 SHARDED_AXES = ("dp_cp", "stage", "edp", "edp_etp")
-#: Those of the parameters of routed experts.
+#: The sharded axes of the parameters of routed experts.
 EXPERT_AXES = ("edp", "edp_etp")
 AXES.update({f"{axis}_{part}": AXES[axis] for axis in SHARDED_AXES for part in ("shard", "copies")})
 
@@ -120,13 +120,13 @@ class Layout(MeshDegrees, Shown):
 
     @property
     def ep_node(self) -> int:
-        """Ranks of an expert-parallel group on one node, or of a largest equal block of it."""
+        """Consecutive ranks in ep that share a node: the largest divisor of ep that allows it."""
         node = self.ranks_per_node or self.world_size
         return gcd(self.ep, node // self.etp) if node % self.etp == 0 else 1
 
     @property
     def ep_rail(self) -> int:
-        """Nodes (or equal blocks inside nodes) that an expert-parallel group spans."""
+        """Number of such blocks (nodes, or parts of them) that an expert-parallel group spans."""
         return self.ep // self.ep_node
 
     def dimensions(self, view: str) -> dict[str, int]:
@@ -155,7 +155,7 @@ class Layout(MeshDegrees, Shown):
                     groups += [group[start::size] for start in range(size)]
             return tuple(sorted(groups))
         view, spanned = AXES[axis]
-        # First ranks of groups, members relative to them, distance of neighbours in a dimension.
+        # The first rank of each group, members relative to it, ranks between neighbours in a dim.
         first, members, distance = [0], [0], self.world_size
         for name, degree in self.dimensions(view).items():
             distance //= degree
@@ -174,18 +174,18 @@ class Layout(MeshDegrees, Shown):
         return tuple(sorted(groups))
 
     def sharding_axes(self, axis: str) -> tuple[str, str]:
-        """Names of two axes: of the ranks that shard one copy of the states of `axis`, and of the
-        ranks with the same shard. The first is `axis` itself without a `shard_group`."""
+        """Names of two axes: ranks that shard one copy of the states of `axis`, and ranks with the
+        same shard. Without a `shard_group` the first is `axis` itself."""
         return f"{axis}_shard" if self.shard_group else axis, f"{axis}_copies"
 
     def same_ranks(self, axis: str) -> str:
-        """The first of :data:`SHARDED_AXES` that has the same groups as `axis`, one of them."""
+        """The first of :data:`SHARDED_AXES` with the same groups as `axis`, a sharded axis, too."""
         shape = self._shape_of_groups(axis)
         return next(other for other in SHARDED_AXES if self._shape_of_groups(other) == shape)
 
     def _shape_of_groups(self, axis: str) -> list[tuple[int, int]]:
-        """(degree, distance of neighbours in ranks) of the dimensions that a group spans, innermost
-        first; dimensions that continue one another are one."""
+        """(degree, ranks between neighbours) of the dimensions that a group spans, innermost first.
+        Adjacent dimensions are merged into one, so that equal groups have equal shapes."""
         view, spanned = AXES[axis]
         dimensions: list[tuple[int, int]] = []
         distance = 1

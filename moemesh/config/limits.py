@@ -90,7 +90,7 @@ class VisibleText(TextIOWrapper):
 
     @contextmanager
     def _naming(self) -> Generator[None]:
-        """Context in which a failed write names the stream, as that of a file names its path."""
+        """Context that adds the name of the stream to an OSError, as a file adds its path."""
         try:
             yield
         except OSError as error:

@@ -9,7 +9,7 @@ transformers and PEFT; several projections may be parts of one parameter of ours
 |---|---|---|---|
 | A | [rank, in] | as the input of the weight is | the axis of the weight, and those that cut "out" |
 | B | [the part of the weight, rank] | as its output | the axis of the weight, and those that cut "in" |
-| both, of experts | [E, ...] | besides over ep | edp, with etp where they are whole |
+| both, of experts | [E, ...] | also over ep | edp; edp_etp if etp does not shard the factor |
 
 If a factor is not sharded although the weight is, each rank computes a part of its gradient: the
 sum is over the ranks of the weight's shards, too.
@@ -30,9 +30,9 @@ ALL_LINEAR = "all-linear"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Values of fields of PEFT's LoraConfig that adapter_config.json may leave out.
 PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False}
-#: Numbers of a block of NF4 (:mod:`moemesh.ops.nf4`), and its bytes: half a byte each, and a scale.
+#: Numbers in a block of NF4 (:mod:`moemesh.ops.nf4`), and its bytes: 4 bits each, 4 for the scale.
 NF4_BLOCK, NF4_BLOCK_BYTES = 64, 36
-#: Most packed numbers that are (de)quantized at a time; one expert or row may have more.
+#: Most packed numbers that are (de)quantized at a time, unless one expert or row has more.
 NF4_NUMBERS_AT_ONCE = 1 << 26
 
 
@@ -59,7 +59,7 @@ class LoraConfig(Section):
 
     @property
     def trains(self) -> tuple[str, ...]:
-        """Patterns over names of the parameters that train: adapters, where there are any."""
+        """Patterns over the names of adapters, which train; empty if there are none."""
         return ("*_lora_A", "*_lora_B") if self.rank else ()
 
     @property
@@ -73,7 +73,7 @@ class LoraConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def check(self) -> list[Problem]:
-        """Every rule that the section must keep by itself."""
+        """Problems of the section by itself."""
         problems = self.range_problems()
         if not self.rank and self.path is not None:
             message = f"path ({self.path}) names adapters, and rank = 0 means that there are none"
@@ -147,8 +147,8 @@ _WIDER = {("dp_cp", "tp"): "stage", ("edp", "etp"): "edp_etp"}
 
 
 def parts_of(leaf: str, shape: tuple[int, ...]) -> tuple[TargetPart, ...]:
-    """The projections that the parameter `leaf` of this shape holds; of others none."""
-    if leaf == "qkv":
+    """The projections that the parameter `leaf` of this shape holds; () for other parameters."""
+    if leaf == "qkv":  # [key/value heads, their query heads + a key + a value, head dim, hidden]
         groups = shape[1] - 2
         return (
             TargetPart("q_proj", 1, 0, groups),
@@ -169,7 +169,9 @@ def factors_of(
     *,
     is_stack: bool,
 ) -> Iterator[Factor]:
-    """Adapter parameters of the `parts` of one parameter, in order; `is_stack`: of experts."""
+    """Adapter parameters of the `parts` of one parameter of this `shape`, in order. `shards`: mesh
+    axis -> dim of the parameter that it shards; `summed_over`: the axis that its gradient is summed
+    over; `is_stack`: its first dim is the expert."""
     last = len(shape) - 1
     first = 1 if is_stack else 0
     for part in parts:
@@ -184,10 +186,10 @@ def factors_of(
             ("B", b_dims, (*rows, lora.rank)),
         ):
             axis = summed_over
-            for cut, dim in shards.items():
+            for mesh_axis, dim in shards.items():
                 if dim not in dims:
-                    axis = _WIDER[axis, cut]
-            factor_shards = {cut: dims[dim] for cut, dim in shards.items() if dim in dims}
+                    axis = _WIDER[axis, mesh_axis]
+            factor_shards = {name: dims[dim] for name, dim in shards.items() if dim in dims}
             yield Factor(factor_name(part.target, name), factor_shape, factor_shards, axis)
 
 
@@ -197,5 +199,5 @@ def factor_name(target: str, factor: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether `name` is that of an adapter parameter, or of a state of one."""
+    """Whether `name` is that of an adapter parameter, or of its optimizer state."""
     return name.endswith(("_lora_A", "_lora_B"))

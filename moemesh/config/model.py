@@ -19,8 +19,8 @@ from moemesh.config.tuning import STACKS
 class ModelConfig(ExpertConfig, AttentionConfig):
     """A decoder-only transformer, dense or mixture of experts. Defaults are the preset "tiny"."""
 
-    #: Whose code computes: ours, or that of transformers with our experts' exchange. "auto": ours
-    #: where it reads the family of `model.path`, else that of transformers.
+    #: Code of the forward: moemesh's, or that of transformers with moemesh's dispatch of rows to
+    #: experts. "auto": moemesh's if it can read the family of `model.path`.
     implementation: Literal["auto", "moemesh", "transformers"] = "auto"
     vocab_size: Annotated[int, Range(2, LARGEST_SIZE)] = 256
     hidden_size: Size = 128
@@ -33,13 +33,13 @@ class ModelConfig(ExpertConfig, AttentionConfig):
     residual_multiplier: Positive = 1.0
     logits_scaling: Positive = 1.0
 
-    #: The adapters beside the weights, outside of [model].
+    #: The adapters, whose keys are in [lora] instead of [model].
     _lora: LoraConfig = PrivateAttr(default_factory=LoraConfig)
     _architecture: Architecture | None = PrivateAttr(default=None)
 
     @property
     def lora(self) -> LoraConfig:
-        """The adapters that the model has beside its weights; rank 0: none."""
+        """The adapters of the model; rank 0: none."""
         return self._lora
 
     def with_lora(self, lora: LoraConfig) -> ModelConfig:
@@ -52,11 +52,11 @@ class ModelConfig(ExpertConfig, AttentionConfig):
 
     @property
     def architecture(self) -> Architecture | None:
-        """The record of a model that the code of transformers computes; None: ours does."""
+        """The record of a model whose forward is the code of transformers; None: it is ours."""
         return self._architecture
 
     def with_architecture(self, architecture: Architecture | None) -> ModelConfig:
-        """The same with the record `architecture`, and the adapters of the model in it."""
+        """The same model with the record `architecture`, which gets the model's adapters."""
         built = self.model_copy()
         if architecture is not None:
             architecture = architecture.with_adapters(self._lora)
@@ -89,8 +89,8 @@ class ModelConfig(ExpertConfig, AttentionConfig):
         )
 
     def window(self, layer: int) -> int:
-        """Keys that a query of `layer` (from 0) sees, its own included; 0: all before it. Extra
-        prediction layers are as the last layer is."""
+        """Keys that a query of `layer` (from 0) sees, its own included; 0: all before it. An extra
+        prediction layer has the window of the last layer."""
         return super().window(min(layer, self.num_layers - 1))
 
     @property
@@ -100,10 +100,10 @@ class ModelConfig(ExpertConfig, AttentionConfig):
         return self.tied_embeddings or self.num_mtp_layers > 0
 
     def check(self) -> list[Problem]:
-        """Every rule that one model must keep by itself; an empty list is a good model."""
+        """Problems of the section by itself; an empty list is a good model."""
         ranges = self.range_problems()
         if any(problem.key in ("model.num_layers", "model.num_mtp_layers") for problem in ranges):
-            return ranges  # rules go through the layers, one by one
+            return ranges  # the other rules loop over that many layers
         rules = [
             *self.unused_problems(),
             *(self.attention_rules(self.num_layers) if self.architecture is None else ()),

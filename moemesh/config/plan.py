@@ -57,9 +57,9 @@ Reshard = Literal["always", "step"]
 Offload = Literal["none", "optimizer"]
 Recompute = Literal["none", "selective", "full"]
 #: Value of `plan.recompute` -> recomputed parts (`moemesh.parallel.recompute`), all switches on.
-#: Published tables mean the attention core by "selective"; ours adds the product of a dense or
-#: shared SwiGLU, and gate and up of the routed experts. (The product of routed experts is never
-#: kept; "activation" covers it, too.)
+#: In published tables "selective" is the attention core; ours adds the product of a dense or shared
+#: SwiGLU ("activation"), and gate and up of the routed experts ("experts"). The product of the
+#: routed experts' SwiGLU is always recomputed.
 RECOMPUTED: dict[str, frozenset[str]] = {
     "none": frozenset(),
     "selective": frozenset({"attention", "activation", "experts"}),
@@ -105,21 +105,22 @@ class Plan(MeshDegrees, Section):
     dispatch_chunks: Size = 1
     #: A name, a file, or "search" for the best order for the costs of this plan.
     schedule: ScheduleName | Literal["search"] | ScheduleFile = "1f1b"
-    #: search: where operation times come from: "estimated" from the model, or the folder of a run.
+    #: search: source of operation times: "estimated" from the model, or the folder of a run.
     schedule_costs: Annotated[str, _SEARCH] = "estimated"
-    #: search: most activation on a rank, in microbatches on its share of layers; None: no bound.
+    #: search: most activation memory of a rank, in units of one microbatch on all layers of the
+    #: rank; None: no bound.
     schedule_memory_cap: Annotated[Positive | None, _SEARCH] = None
     stages_per_rank: Size = 1
-    #: Layers of each pipeline stage; None cuts such that the costliest stage is cheapest.
+    #: Layers of each pipeline stage; None: the cut whose costliest stage costs least.
     layers_per_stage: tuple[Size, ...] | None = None
     microbatches: Size = 1
     #: dualpipe, dualpipe_v: the forward and the backward of a block alternate, each during an
     #: exchange of the other; False: one runs after the other.
     overlap_blocks: bool = True
-    #: Check of the whole gradient (norm, finiteness) before the optimizer steps, or after; then no
-    #: step waits for all stages, and a step that fails the check is undone.
+    #: Check of the whole gradient (norm, finiteness) before the optimizer steps, or after. With
+    #: "after" no step waits for all stages, and a step that fails the check is undone.
     optimizer_validation: Literal["before", "after"] = "before"
-    #: pipedream_2bw, ampnet: microbatches whose gradients make one update; None takes a step.
+    #: pipedream_2bw, ampnet: microbatches whose gradients make one update; None: those of a step.
     update_window: Annotated[Size | None, UsedWith("schedule", WINDOWED_SCHEDULES)] = None
     #: ampnet: largest number of microbatches in flight; None: pp.
     max_in_flight: Annotated[Size | None, _AMPNET] = None
@@ -128,17 +129,17 @@ class Plan(MeshDegrees, Section):
     ampnet_backward: Annotated[Literal["recompute", "live"], _AMPNET] = "recompute"
     #: ampnet: folder of a run whose recorded order is repeated.
     replay: Annotated[str | None, _AMPNET] = None
-    #: terapipe: slices of a sequence; None takes pp.
+    #: terapipe: slices of a sequence; None: pp.
     slices: Size | None = None
     data: DataStrategy = "replicate"
     #: zero3: gathered weights are freed after every use, or kept until the end of the step.
     reshard: Annotated[Reshard, UsedWith("data", ("zero3",))] = "always"
     #: zero1, zero2, zero3: consecutive ranks of an axis that share one copy of the sharded states;
-    #: None takes the whole axis. Of an axis that it does not divide, the greatest common divisor.
+    #: None: the whole axis. If it does not divide an axis, the greatest common divisor is taken.
     shard_group: Annotated[Size | None, UsedWith("data", SHARDED_DATA)] = None
     #: parameter_server: data-parallel ranks that own the fp32 masters and the optimizer state.
     servers: Size = 1
-    #: Memory of masters and optimizer states: the device, or its host, which then updates.
+    #: Memory of masters and optimizer states: the device, or its host, which then runs the updates.
     offload: Offload = "none"
     recompute: Recompute = "none"
     #: Parts of "selective": attention between projections; gate and up of routed experts.
@@ -148,18 +149,19 @@ class Plan(MeshDegrees, Section):
     #: Content of the spare slots: a few replicas with token quotas that balance all ranks, or the
     #: most loaded experts on every rank (FasterMoE's shadows).
     spare_policy: SparePolicy = "quota"
-    #: Consecutive ranks on one node; None: the launcher's.
+    #: Consecutive ranks on one node; None: the number that the launcher reports.
     ranks_per_node: Size | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _with_chunks(cls, values: object) -> object:
-        """Two stages a rank for interleaving, which with one is 1F1B that holds more."""
+        """Adds the default of interleaved_1f1b, two stages a rank: with one it would be 1F1B that
+        keeps more activations."""
         if not isinstance(values, dict):
             return values
         given = cast("dict[str, object]", values)
-        chunks = {"stages_per_rank": 2} if given.get("schedule") == "interleaved_1f1b" else {}
-        return chunks | given
+        default = {"stages_per_rank": 2} if given.get("schedule") == "interleaved_1f1b" else {}
+        return default | given
 
     @property
     def layout(self) -> Layout:
@@ -180,12 +182,12 @@ class Plan(MeshDegrees, Section):
 
     @property
     def without_offload(self) -> Plan:
-        """The plan as it runs on a CPU, whose memory holds the states of the optimizer anyway."""
+        """The plan for ranks on a CPU: optimizer states are in host memory anyway."""
         return self.model_copy(update={"offload": "none"})
 
     @property
     def spreads_replicas(self) -> bool:
-        """Whether experts get replicas: another rank must hold them."""
+        """Whether experts get replicas, which needs other ranks that hold them."""
         return self.spare_slots > 0 and self.ep > 1
 
     @property
@@ -199,8 +201,8 @@ class Plan(MeshDegrees, Section):
         return self.slices or (self.pp if self.schedule in SLICED_SCHEDULES else 1)
 
     def owners(self, axis: str, ranks: int) -> int:
-        """Number of ranks, the first of the `ranks` over which gradients of `axis` are summed, that
-        own sharded states. Servers are the same ranks in dp_cp and in stage."""
+        """Number of ranks that own sharded states, among the `ranks` over which gradients of `axis`
+        are summed: the first ones. A server of dp_cp is tp ranks of stage, the same ones."""
         if self.data != "parameter_server":
             return ranks
         return min(self.servers * (self.tp if axis == "stage" else 1), ranks)
@@ -325,8 +327,10 @@ class Plan(MeshDegrees, Section):
                 fix = f"leave slices out, or {sliced}"
                 yield self.problem("conflict", "slices", message, fix, "schedule")
         elif seq_len is not None and 0 < seq_len < self.num_slices:
-            said = f"slices ({self.slices})" if self.slices else f"pp ({pp}, slices by default)"
-            message = f"{said} exceeds data.seq_len ({seq_len} tokens): some slices would be empty"
+            number = f"slices ({self.slices})" if self.slices else f"pp ({pp}, slices by default)"
+            message = (
+                f"{number} exceeds data.seq_len ({seq_len} tokens): some slices would be empty"
+            )
             fix, keys = f"slices = {seq_len}", ("pp", "schedule", "data.seq_len")
             yield self.problem("too-large", "slices", message, fix, *keys)
         # Validation after the step needs stages that step together, and no sums between stages.

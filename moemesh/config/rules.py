@@ -1,9 +1,9 @@
 """Rules of degrees: constraints between the two meshes, the model and the stages.
 
-One function a group of rules. They serve every object with degrees: a
+Each function has one group of rules. The rules hold for every object with degrees: a
 :class:`moemesh.config.plan.Plan`, which `moemesh train` runs, and layouts of the planner, which may
-be for other trainers. Of a model they read its :class:`CutSizes`. The planner's search uses the
-predicates among them.
+be for other trainers. From a model they read :class:`CutSizes`. The planner's search calls the
+predicates, :func:`uncut_by_tensor` and :func:`experts_fit`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ V_SCHEDULES = Names(SCHEDULES, where=lambda row: row.stages == "v")
 MIRRORED_SCHEDULES = Names(SCHEDULES, where=lambda row: row.stages == "mirrored")
 #: Schedules that update weights while microbatches are in flight.
 ASYNCHRONOUS_SCHEDULES = Names(SCHEDULES, where=lambda row: row.is_asynchronous)
-#: Schedules with operations of their own for weight gradients.
+#: Schedules with separate operations for weight gradients.
 DEFERRING_SCHEDULES = Names(SCHEDULES, where=lambda row: bool(row.undeferred))
 #: Schedules that cut a sequence into slices, and those with a window of microbatches.
 SLICED_SCHEDULES = Names(SCHEDULES, where=lambda row: "num_slices" in row.options)
@@ -80,17 +80,18 @@ class Degrees(NamedTuple):
 def degree_problems(
     values: object, sizes: CutSizes | None, *, copied_kv_heads: bool = False
 ) -> Iterator[Problem]:
-    """Problems of rules between the degrees in `values` and, with `sizes`, between them and a
-    model. `copied_kv_heads`: a rank may hold a copy of a key/value head if there are fewer than tp
-    ranks, as in other trainers; ours never copies. Degrees must be at least 1."""
+    """Problems of rules between the degrees in `values`, all at least 1, and, with `sizes`, between
+    them and a model. `copied_kv_heads`: ranks may hold copies of a key/value head if there are
+    fewer heads than tp, as in other trainers; ours never copies."""
     plan = Degrees.of(values)
     ranks, experts = plan.dp * plan.cp * plan.tp, plan.ep * plan.etp
     if ranks % experts:
         # The nearest degrees with which the two meshes cover the same ranks.
         num_experts = 0 if sizes is None else max(sizes.num_experts, 0)
         if ranks % plan.etp == 0:
-            legal = gcd(ranks // plan.etp, num_experts)  # 0 experts divide by any ep
-            fix = f"ep = {nearest_divisors(legal, plan.ep)}"
+            # Without experts this is the first number, gcd(n, 0) = n.
+            dividend = gcd(ranks // plan.etp, num_experts)
+            fix = f"ep = {nearest_divisors(dividend, plan.ep)}"
         elif ranks % plan.ep == 0:
             fix = f"etp = {nearest_divisors(ranks // plan.ep, plan.etp)}"
         else:
@@ -146,15 +147,16 @@ def uncut_by_tensor(sizes: CutSizes, tp: int, *, copied_kv_heads: bool = False) 
 
 
 def experts_fit(sizes: CutSizes, ranks: int, ep: int, etp: int) -> bool:
-    """Whether `ranks` ranks of a stage can hold the experts, divided by ep, and each by etp."""
+    """Whether the `ranks` ranks of a stage can hold the experts: ep divides their number, etp the
+    width of each."""
     if not sizes.num_moe_layers:
         return ep * etp == 1
-    cut = sizes.num_experts % ep or sizes.expert_intermediate_size % etp
-    return not cut and ranks % (ep * etp) == 0
+    remainder = sizes.num_experts % ep or sizes.expert_intermediate_size % etp
+    return not remainder and ranks % (ep * etp) == 0
 
 
 def server_problems(values: object) -> Iterator[Problem]:
-    """Servers must be fewer than the ranks that share dense weights: at least one is a worker."""
+    """Problem if there are as many servers as ranks that share dense weights: one must work."""
     plan = Degrees.of(values)
     ranks, keys = plan.dp * plan.cp, ("data", "dp", "cp")
     if plan.servers < 1 or plan.servers < ranks:
@@ -173,8 +175,8 @@ def server_problems(values: object) -> Iterator[Problem]:
 
 
 def _cut_rules(plan: Degrees, sizes: CutSizes, copied_kv_heads: bool) -> Iterator[Problem]:
-    """Tensor parallelism cuts heads, dense widths, shared experts; context may cut heads, too;
-    expert parallelism cuts experts over ep, the width of each over etp."""
+    """Problems of sizes that a degree does not divide: heads, dense widths and shared experts by
+    tp, heads by cp, too, if `context` moves them, experts by ep, the width of each by etp."""
     tp, heads = plan.tp, sizes.num_heads
     for name, size in uncut_by_tensor(sizes, tp, copied_kv_heads=copied_kv_heads).items():
         message = f"tp ({tp}) must divide {name} ({size})"

@@ -23,7 +23,7 @@ from moemesh.config.tuning import Tuning
 
 
 class Projection(NamedTuple):
-    """A projection of one kind of block: its name, the block, and its numbers of channels."""
+    """A projection of one kind of block: its name, its block, and its channels in and out."""
 
     target: str
     block: str
@@ -71,7 +71,7 @@ def projections(model: ModelConfig) -> list[Projection]:
     return all_projections
 
 
-#: Target of PEFT, whose "all-linear" has the first two -> what it is.
+#: Target that PEFT has and moemesh lacks -> what it is. PEFT's "all-linear" has the first two.
 _NOT_ADAPTED = {
     "gate": "the router",
     "shared_expert_gate": "the gate of the shared expert",
@@ -82,7 +82,8 @@ _NOT_ADAPTED = {
 
 
 def adapter_rules(model: ModelConfig) -> list[Problem]:
-    """Problems of the adapters of `model`: missing targets, a rank above that of a projection."""
+    """Problems of the adapters of `model`: targets that it lacks, a rank above the smaller
+    dimension of a projection."""
     lora = model.lora
     if not lora.rank:
         return []
@@ -96,12 +97,12 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
                 message = f"targets names {target}, and {what} cannot have an adapter here"
                 fix = f"choices: {', '.join((*names, ALL_LINEAR))}"
             problems.append(lora.problem("not-a-choice", "targets", message, fix))
-    # Of a model of transformers "all-linear" leaves out what is too small.
-    is_named = model.architecture is not None
+    # In a model of transformers "all-linear" leaves out projections that are too small.
+    skips_small = model.architecture is not None
     adapted = [
         module
         for module in modules
-        if module.target in lora.targets or (not is_named and lora.adapts(module.target))
+        if module.target in lora.targets or (not skips_small and lora.adapts(module.target))
     ]
     if adapted:
         smallest = min(adapted, key=lambda module: min(module.inputs, module.outputs))
@@ -119,9 +120,9 @@ DEFAULT_PRESET = "tiny"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunConfig(Shown):
-    """The whole configuration of a run. Fields of `model` include those of the preset, and `model`
-    has the adapters of `lora`. `model_path` is the Hugging Face folder whose weights the run starts
-    from, as given."""
+    """The whole configuration of a run. `model` has the values of the preset, and the adapters of
+    `lora`. `model_path`: the Hugging Face folder whose weights the run starts from, as the user
+    wrote it."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     plan: Plan = field(default_factory=Plan)
@@ -151,8 +152,8 @@ class RunConfig(Shown):
         return self.lora.rank > 0 and self.tuning == Tuning(train_only=self.lora.trains)
 
     def with_following(self, **train: object) -> RunConfig:
-        """This configuration with the values `train` of [train]; the rate and the warm-up follow
-        from them unless they are given, and do not count as given."""
+        """This configuration with the values `train` of [train]. A learning rate and a warm-up that
+        were not given are recomputed from them, and still count as not given."""
         given = self.train.model_copy(update=train)
         follows = {"lr": self.usual_rate, "warmup_steps": max(min(20, given.steps // 10), 0)}
         unset = {key: value for key, value in follows.items() if key not in given.model_fields_set}
@@ -162,16 +163,16 @@ class RunConfig(Shown):
 
     @property
     def usual_rate(self) -> float:
-        """The peak learning rate of such a run."""
+        """Default peak learning rate of this run."""
         return usual_rate(loads_weights=self.model_path is not None, lora_rank=self.lora.rank)
 
     def check(self, further: Sequence[RunCheck] = ()) -> list[Problem]:
-        """Every problem inside the sections and between them, and those that the `further` checks
-        find where sections are right by themselves; an empty list is a good run."""
+        """Every problem inside the sections and between them; an empty list is a good run. The
+        `further` checks run only if each section is right by itself."""
         model = self.model.check()
         problems = model + self.data.check() + self.train.check() + self.lora.check()
         if any(problem.key in ("model.num_layers", "model.num_mtp_layers") for problem in model):
-            return problems  # rules between sections go through the layers, one by one
+            return problems  # the rules between sections loop over that many layers
         rules = self.plan.check(
             self.model, seq_len=self.data.seq_len, global_batch=self.data.global_batch
         )

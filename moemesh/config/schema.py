@@ -34,7 +34,7 @@ PRESET_KEY = "model.preset"
 PATH_KEY = "model.path"
 #: Largest number of keys of a section that a message lists.
 _MOST_LISTED = 20
-#: Largest number of keys with the words of an unknown one that a message lists.
+#: Largest number of keys with all words of an unknown key that a message lists.
 _MOST_PARTS = 3
 
 
@@ -56,20 +56,24 @@ def all_keys() -> tuple[str, ...]:
 
 def explain_unknown_key(key: str) -> tuple[str, str]:
     """(fault, suggestion) for a dotted key that no section has. The suggestion is the first of: our
-    key for another trainer's, a key of the section that differs by a letter or two, the same key in
-    another section, a key with a weaker resemblance."""
+    name for a key of another trainer, a key of the section that differs by a letter or two, the
+    same key in another section, a key with a weaker resemblance."""
     section, _, leaf = key.rpartition(".")
-    if section and section not in SECTIONS and leaf in ("enable", "enabled"):  # a switch of a part
+    # Other trainers have a switch in a section of theirs ("moe.enabled"): look up the section.
+    if section and section not in SECTIONS and leaf in ("enable", "enabled"):
         return explain_unknown_key(section)
     if not section and (close := close_names(leaf, SECTIONS)) and not alias_hint(leaf):
         return f"no section is named [{leaf}]", f"did you mean [{close[0]}]?"
     elsewhere = [f"{name}.{leaf}" for name in sections_with(leaf)]
     siblings = keys_of(section) if section in SECTIONS else ()
     words = set(leaf.split("_"))
-    parts = [name for name in siblings if words.issubset(name.split("_"))][:_MOST_PARTS]
+    wider = [name for name in siblings if words.issubset(name.split("_"))][:_MOST_PARTS]
     if fix := alias_hint(key):
         pass
-    elif near := [*close_names(leaf, siblings), *(parts if "_" in leaf and not elsewhere else ())]:
+    elif near := [
+        *close_names(leaf, siblings),
+        *(wider if "_" in leaf and not elsewhere else ()),
+    ]:
         fix = _did_you_mean(f"{section}.{name}" for name in near)
     elif elsewhere:
         homes = " and ".join(f"[{name}]" for name in sections_with(leaf))
@@ -85,7 +89,7 @@ def explain_unknown_key(key: str) -> tuple[str, str]:
     message = f"[{section}] has no key `{leaf}`" if section else f"`{leaf}` is in no section"
     if not siblings:
         return message, fix or f"sections: {', '.join(SECTIONS)}"
-    fix = fix or _did_you_mean(f"{section}.{name}" for name in parts)
+    fix = fix or _did_you_mean(f"{section}.{name}" for name in wider)
     every = f"keys of [{section}]: {', '.join(siblings)}"
     if len(siblings) > _MOST_LISTED:
         every = f"none of its keys resembles it; `moemesh config show` lists all of [{section}]"
@@ -93,8 +97,8 @@ def explain_unknown_key(key: str) -> tuple[str, str]:
 
 
 def resembling_keys(leaf: str) -> list[str]:
-    """Keys of any section that resemble `leaf`, or else our keys for those of other trainers that
-    do."""
+    """Keys of any section that resemble `leaf`; if there are none, our keys for keys of other
+    trainers that resemble it."""
     every = {name: f"{section}.{name}" for section in SECTIONS for name in keys_of(section)}
     if near := [*same_words(leaf, every), *close_names(leaf, every)]:
         return [every[name] for name in near]

@@ -17,7 +17,7 @@ LARGEST_SIZE = 2**31 - 1
 
 
 class Range(NamedTuple):
-    """The legal values of a number, ends included unless `open`."""
+    """The legal values of a number, from `low` to `high`; each end is legal unless it is open."""
 
     low: float
     high: float | None = None
@@ -30,7 +30,7 @@ class Range(NamedTuple):
         return self.high is None or value < self.high or (value == self.high and not self.open_high)
 
     def describe(self, value: float) -> str:
-        """The nearer end of the range beyond which `value` lies, as text."""
+        """The bound that `value` breaks, as text: "at least 1"."""
         if value <= self.low:
             return f"{'above' if self.open_low else 'at least'} {self.low:g}"
         # Sizes are exact integers: `:g` would round 2147483647.
@@ -98,7 +98,7 @@ class Section(Shown, BaseModel):
     ranges: ClassVar[Mapping[str, Range]] = {}
     #: Field -> condition of its use, from its annotation.
     uses: ClassVar[Mapping[str, UsedWith]] = {}
-    #: Field -> the type of its elements, of lists of numbers or texts.
+    #: Field with a list of numbers or texts -> the type of its elements.
     elements: ClassVar[Mapping[str, type[int | float | str]]] = {}
 
     @classmethod
@@ -114,8 +114,8 @@ class Section(Shown, BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_tuples(cls, values: object) -> object:
-        """TOML has lists only; a frozen section keeps tuples. Text in place of a list has its
-        elements between commas: ``--set lora.targets=q_proj,v_proj``."""
+        """`values` with tuples in place of lists, since a frozen section needs them. A text in
+        place of a list is split at commas: ``--set lora.targets=q_proj,v_proj``."""
         if not isinstance(values, dict):
             return values
         given = dict(cast("dict[str, object]", values))
@@ -136,11 +136,13 @@ class Section(Shown, BaseModel):
     def unused_problems(self) -> Iterator[Problem]:
         """One problem for every key that is set although the value of another key disables it."""
         for name, (other, values) in self.uses.items():
-            value, unused = getattr(self, name), type(self).model_fields[name].default
-            if value != unused and (current := getattr(self, other)) not in values:
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default and (current := getattr(self, other)) not in values:
                 given, condition = f"{name} = {format_value(value)}", f"{other} = "
                 message = f"{given} has no use with {condition}{format_value(current)}"
-                fix = f"leave {name} out" if unused is None else f"{name} = {format_value(unused)}"
+                fix = (
+                    f"leave {name} out" if default is None else f"{name} = {format_value(default)}"
+                )
                 fix += f", or {condition}{' or '.join(map(format_value, values))}"
                 yield self.problem("conflict", name, message, fix, other)
 
@@ -152,6 +154,7 @@ class Section(Shown, BaseModel):
             numbers = value if isinstance(value, tuple) else (value,)
             outside = [n for n in numbers if n is not None and not legal.holds(n)]
             for number in outside[:1]:
+                # The fix is the end of the range on this side, or else the default.
                 end, is_open = legal.low, legal.open_low
                 if number > legal.low:
                     end, is_open = legal.high, legal.open_high

@@ -48,7 +48,8 @@ def short_repr(thing: object, facts: Mapping[str, object]) -> str:
 
 
 def brief(value: Any, longest: int = LONGEST_FACT) -> str:
-    """The value in `longest` characters: shape of an array, number of items of a collection."""
+    """The value in at most `longest` characters: an array by its shape, a long collection by its
+    number of items."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if hasattr(value, "dtype") and hasattr(value, "shape"):

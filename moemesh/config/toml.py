@@ -73,8 +73,8 @@ def key_lines(text: str) -> dict[tuple[str, ...], int]:
     """The line (from 1) of every key and table header in `text`, which tomllib has accepted."""
     lines: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
-    line, depth = 1, 0
-    statement, in_value, start = "", False, 1
+    line, depth = 1, 0  # depth: open brackets of a value
+    statement, in_value, start = "", False, 1  # a key or header, and its line
     for match in _TOKEN.finditer(text):
         token = match.group()
         if token == "\n" and depth == 0:

@@ -28,7 +28,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 def usual_rate(*, loads_weights: bool, lora_rank: int) -> float:
-    """Default peak rate: from scratch, of loaded weights, of adapters on them."""
+    """Default peak learning rate of a run from scratch, on loaded weights, of adapters on those."""
     return (1e-4 if lora_rank else 1e-5) if loads_weights else 3e-3
 
 
@@ -48,20 +48,20 @@ class TrainConfig(Section):
     lr: Positive = 3e-3
     #: Course of the learning rate after the warm-up (:mod:`moemesh.config.learning_rate`).
     lr_schedule: LrSchedule = "cosine"
-    #: Last learning rate over the peak.
+    #: The last learning rate, as a share of the peak.
     final_lr_ratio: Annotated[float, Range(0.0, 1.0), UsedWith("lr_schedule", FALLING)] = 0.1
     #: Steps of the decay at the end of the run, and its shape; None: a fifth of the steps.
     decay_steps: Annotated[Size | None, UsedWith("lr_schedule", DECAYING)] = None
     decay_shape: Annotated[DecayShape, UsedWith("lr_schedule", DECAYING)] = "linear"
-    #: Steps of the warm-up; by default at most this many, and a tenth of the steps.
+    #: Steps of the warm-up; if not given, the smaller of 20 and a tenth of the steps.
     warmup_steps: Count = 20
     #: Decay of AdamW's first and second moment.
     adam_betas: tuple[Share, Share] = (0.9, 0.95)
     epsilon: Positive = 1e-8
     weight_decay: NotNegative = 0.1
-    #: For sgd.
+    #: Momentum of sgd.
     momentum: Share = 0.0
-    #: For the matrices of muon; its other parameters take the keys of adamw.
+    #: Momentum of the matrices of muon, whose other parameters use the keys of adamw.
     muon_momentum: Share = 0.95
     #: Largest norm of the gradient; 0 turns clipping off.
     clip: NotNegative = 1.0
@@ -76,15 +76,17 @@ class TrainConfig(Section):
     checkpoints_kept: Size = 2
     #: Folder of this run's checkpoints, or an fsspec address; empty: in the run folder.
     checkpoint_folder: str = ""
-    #: Training continues while a copy of the state is written, if the memory of the host allows.
+    #: Write a copy of the state while training continues, if the memory of the host suffices.
     checkpoint_async: bool = True
-    #: Steps between moves of experts to other ranks, by their loads of late; 0 never moves any.
+    #: Steps between migrations of experts to other ranks, by their recent loads; 0: none.
     rebalance_every: Count = 0
-    #: Steps between log lines; 0: one a minute, and one in 50 steps or a quarter of the run.
+    #: Steps between log lines; 0: a line after a minute, 50 steps or a quarter of the run,
+    #: whichever comes first.
     log_every: Count = 0
     #: Programs that get the rows of metrics besides metrics.jsonl.
     sinks: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
-    #: loads.jsonl sums neighbouring steps: it holds at most twice this many bins; 0: every step.
+    #: Half the largest number of rows in loads.jsonl, which sums neighbouring steps to keep it; 0:
+    #: a row for each step.
     load_bins: Count = 128
     #: Steps between validations; 0 validates only at the end.
     validate_every: Count = 100
@@ -96,30 +98,31 @@ class TrainConfig(Section):
     on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
     #: Largest number of consecutive skipped steps, and of returns to one checkpoint.
     max_skips: Size = 5
-    #: Size of one replay bundle of such a step, at most; 0 writes none.
+    #: Largest size of one replay bundle of a non-finite step; 0: none is written.
     bundle_gib: NotNegative = 8.0
-    #: Least robust z-score of a spike: standard deviations above the last losses; 0: no spikes.
+    #: Least robust z-score (standard deviations above the recent losses) that makes a loss a spike;
+    #: 0: no detection.
     spike_sigma: NotNegative = 7.0
-    #: After a spike: an event, a step without an update, or as with `on_nonfinite` a rollback.
+    #: Reaction to a spike: an event, a step without update, or a rollback as with `on_nonfinite`.
     on_spike: Literal["alarm", "skip", "rollback"] = "alarm"
     #: Steps between comparisons of the copies of weights on different ranks; 0 compares none.
     vote_every: Count = 100
     #: When copies differ: stop, or take the copy that most ranks hold.
     on_mismatch: Literal["stop", "majority"] = "stop"
     resume: Resume = "auto"
-    #: Most restarts of failed ranks from the newest checkpoint without progress; 0: never.
+    #: Most successive restarts from the newest checkpoint without progress; 0: none.
     restarts: Count = 2
     device: Device = "auto"
-    #: Pointwise operations of a device (SwiGLU, rotary positions, cross-entropy) run as kernels of
-    #: torch.compile, where Triton is installed; without, or on a CPU, operation by operation.
+    #: Pointwise operations on a GPU (SwiGLU, rotary positions, cross-entropy) run as kernels of
+    #: torch.compile if Triton is installed; otherwise, and on a CPU, operation by operation.
     compile: bool = True
     #: Products of the experts on a GPU: torch's grouped products, or a kernel of another package
     #: where it can; auto: the fastest that is installed, measured when a run starts.
     experts: Literal["auto", "grouped_mm", "liger", "sonicmoe"] = "auto"
     #: The machine, as `moemesh plan --cluster` takes it: its peak turns rates into MFU.
     cluster: str | None = None
-    #: A collective that waits longer than this has lost a rank. Ten years, the upper end, keep the
-    #: launcher's timedelta from overflowing.
+    #: Longest wait of a collective; after it a rank counts as lost. The upper end, ten years, keeps
+    #: the launcher's timedelta from overflowing.
     timeout_seconds: Annotated[float, Range(0.0, 315_360_000, open_low=True)] = 600.0
 
     @property
@@ -128,7 +131,7 @@ class TrainConfig(Section):
         return bool(OPTIMIZERS[self.optimizer].matrix_states)
 
     def num_states(self, name: str) -> int:
-        """The number of state tensors that the optimizer keeps of the parameter `name`."""
+        """The number of state tensors that the optimizer keeps for the parameter `name`."""
         row = OPTIMIZERS[self.optimizer]
         keeps = not row.states_need or getattr(self, row.states_need)
         return len(row.states_of(name)) if keeps else 0
@@ -147,7 +150,7 @@ class TrainConfig(Section):
         )
 
     def check(self) -> list[Problem]:
-        """Every rule that the section must keep by itself."""
+        """Problems of the section by itself."""
         problems = self.range_problems()
         problems += self.unused_problems()
         if self.decay_steps is not None and self.epochs is None:
@@ -167,9 +170,9 @@ class TrainConfig(Section):
             message = f"patience ({self.patience}) counts validations: validate_every is 0"
             fix = f"validate_every = {type(self)().validate_every}, or patience = 0"
             problems.append(self.problem("conflict", "patience", message, fix, "validate_every"))
-        kept_at = self.checkpoint_folder
-        if kept_at and not kept_at.startswith(("/", "~")) and "://" not in kept_at:
+        folder = self.checkpoint_folder
+        if folder and not folder.startswith(("/", "~")) and "://" not in folder:
             message = "is a path that depends on where a command is called"
-            fix = f"{Path(kept_at).absolute()}, or an address such as s3://bucket/prefix"
+            fix = f"{Path(folder).absolute()}, or an address such as s3://bucket/prefix"
             problems.append(self.problem("not-a-choice", "checkpoint_folder", message, fix))
         return problems

@@ -63,9 +63,9 @@ class Tuning:
 
 #: (layer, expert) of a name, ours or that of a model of transformers.
 _EXPERT = compile_pattern(r"(?:.*\.)?layers\.(\d+)\.(?:\w+\.)*?experts\.(\d+)\.")
-#: The weights of routed experts of our own models.
+#: Ends of the names of the stacks of routed experts in our own models.
 STACKS = ("gate_up", "down", "gate_up_bias", "down_bias")
-#: Everything trains.
+#: The choice of all parameters.
 FULL = Tuning()
 
 
