@@ -92,7 +92,7 @@ class Architecture:
     documents of one row ("positions", "masks", or "rows": nothing does); ``reads_between``:
     parameters outside of the layers are read between them, so that zero3 cannot free them;
     ``layer_output``: for each tensor that every layer returns, its dtype (in a bfloat16 model) and
-    its sizes after [B, S], where -k stands for min(k, S); ``uncut``: the reason why pipeline stages
+    its sizes after [B, S], where -k means min(k, S); ``uncut``: the reason why pipeline stages
     cannot cut the layers, empty if they can; ``notes``: sentences that a run prints; ``costs``:
     figures of the planner.
     """

@@ -87,8 +87,8 @@ def compare(old: str, new: str) -> list[Change]:
         for key, field in section.model_fields.items()
         if field.default is not None
     }
-    for text in (before, after):
-        text.pop(SCHEMA_KEY, None)
+    for keys in (before, after):
+        keys.pop(SCHEMA_KEY, None)
     before, after = defaults | before, defaults | after
     return [
         Change(key=key, old=before.get(key), new=after.get(key), kind=kind_of(key, before, after))

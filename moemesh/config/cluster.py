@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class ClusterKey(NamedTuple):
-    """The meaning of one key: in a comment of the file, and in a message about it; `names`: words
-    for it that a message answers with the key."""
+    """One key of a cluster file, for comments in the file and for messages. `names`: other words
+    for the key, which a message corrects."""
 
     meaning: str
     unit: str
@@ -73,7 +73,7 @@ class LinkCurve(Section):
     seconds: tuple[float, ...]
 
     def mistake(self) -> str:
-        """The problem of the curve; "" for nothing."""
+        """The problem of the curve; "" if it is valid."""
         if self.ranks < 2:
             return f"a group has at least 2 ranks, not {self.ranks}"
         if not 1 <= self.members_per_node <= self.ranks:
@@ -88,9 +88,10 @@ class LinkCurve(Section):
 
 
 class OwnRun(Section):
-    """A measured run: `seconds` of its step, and those that the constants alone have `predicted`.
-    `left_out`: log of measured over predicted seconds when the other runs correct the prediction.
-    `weight`: its weight in corrections. `features`: numbers by which similar runs are found."""
+    """A measured run: `seconds` of its step, and the seconds `predicted` from the constants alone.
+    `left_out`: log of measured over predicted seconds if only the other runs correct the
+    prediction. `weight`: its weight in corrections. `features`: numbers that identify similar runs.
+    """
 
     section: ClassVar[str] = "cluster.own_runs"
 
@@ -104,7 +105,8 @@ class OwnRun(Section):
     features: dict[str, float]
 
 
-#: Numbers of any machine: smaller rates are in GB/s or TFLOP/s, larger latencies in microseconds.
+# Ranges that detect a wrong unit: a smaller rate was meant in GB/s or TFLOP/s, a larger latency in
+# microseconds.
 _Rate = Annotated[float, Range(1e5)]
 _Latency = Annotated[float, Range(0.0, 1.0, open_high=True)]
 
@@ -131,13 +133,14 @@ class Cluster(Section):
     accelerator: str = ""
     #: Share of a device's memory that a job may take; None: as calibrated for the device.
     usable_share: Annotated[float, Range(0.0, 1.0, open_low=True)] | None = None
-    #: Price of an hour of one device, in any currency: the planner then prints money beside hours.
+    #: Price of an hour of one device, in any currency: the planner then prints costs, too.
     gpu_hour_price: Positive | None = None
     #: Calibrated constants of the planner's time model by name, as `moemesh calibrate` writes them.
     constants: dict[str, float] = Field(default_factory=dict[str, float])
     #: Measured collectives, as `moemesh bench links` writes them: they replace the closed forms.
     links: tuple[LinkCurve, ...] = ()
-    #: Runs of the cluster, as `moemesh calibrate` writes them: they correct layouts like theirs.
+    #: Runs of the cluster, as `moemesh calibrate` writes them: they correct predictions for similar
+    #: layouts.
     own_runs: tuple[OwnRun, ...] = ()
 
     @property
@@ -176,8 +179,8 @@ class Cluster(Section):
         return problems
 
     def to_toml(self, heading: str, *, explained: bool = False) -> str:
-        """The file that :func:`load_cluster` reads; `heading` becomes a comment, and so do, where
-        `explained`, the meaning and unit of each key."""
+        """The file that :func:`load_cluster` reads. `heading` becomes a comment; if `explained`,
+        each key has a comment with its meaning and unit."""
         lines = [f"# {line}".rstrip() for line in heading.splitlines()]
         tables = ("peak_flops", "constants")
 
@@ -242,7 +245,7 @@ def load_cluster(source: str | Path | Cluster) -> Cluster:
     return _build(table, source)
 
 
-#: Least operations/s of a device: smaller numbers are TFLOP/s.
+#: Least operations/s of a device: a smaller number was meant in TFLOP/s.
 _SLOWEST = 1e6
 #: Latencies of NVLink and of InfiniBand in seconds: typical values, which data sheets lack.
 _INTRA_LATENCY, _INTER_LATENCY = 3e-6, 8e-6
@@ -259,9 +262,9 @@ def cluster_of_device(device: Accelerator, num_devices: int | None = None) -> Cl
             f"{count} {device.name} are neither a part of a node of {size} nor whole nodes: "
             f"{nearest}x{device.name}"
         )
-    half, eight, four = device.peak_flops
-    peaks = {"bfloat16": half}
-    peaks |= {"float8": eight} if eight > half else {}
+    sixteen, eight, four = device.peak_flops  # by bits
+    peaks = {"bfloat16": sixteen}
+    peaks |= {"float8": eight} if eight > sixteen else {}
     peaks |= {"float4": four} if four > eight else {}
     peaks |= {"float32": wide} if (wide := device.peak("float32")) else {}
     return Cluster(
@@ -293,12 +296,12 @@ def _cluster_of_devices(source: str) -> Cluster:
     names, (nodes, count, name) = preset_names("clusters"), counted(source)
     preset, device = re.sub(r"[ -]", "_", name.strip().lower()), described_device(name)
     if preset in names and nodes is None and count != 0 and (name == preset or device is None):
-        several = load_cluster(preset)
-        return several.model_copy(update={"nodes": several.nodes * (count or 1)})
+        cluster = load_cluster(preset)
+        return cluster.model_copy(update={"nodes": cluster.nodes * (count or 1)})
     machine = machine_of(name)
     if machine is not None and nodes is None and count != 0:
-        several = cluster_of_device(machine)
-        return several.model_copy(update={"nodes": count or 1, "name": source})
+        cluster = cluster_of_device(machine)
+        return cluster.model_copy(update={"nodes": count or 1, "name": source})
     if device is not None:
         try:
             cluster = cluster_of_device(device, count)
@@ -325,7 +328,7 @@ def _cluster_of_devices(source: str) -> Cluster:
     raise ConfigError([Problem.of("no-file", "cluster", source, message, fix)])
 
 
-#: Unit of a text in place of a number -> its multiple of the key's own unit; B is a byte, b a bit.
+#: Unit of a text in place of a number -> its factor to the unit of the key; B is a byte, b a bit.
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9} | {
     f"{prefix}{unit}": size * factor
     for prefix, size in {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}.items()
@@ -346,7 +349,7 @@ def _in_units(name: str, value: object) -> str:
 
 
 def _build(table: dict[str, object], origin: str) -> Cluster:
-    """The checked cluster of one table."""
+    """The cluster of one table. Raises ConfigError with all problems."""
     try:
         cluster = Cluster.model_validate(table)
     except ValidationError as error:

@@ -29,7 +29,7 @@ class Accelerator:
     node_size: int
     #: Dense operations of products in float32 and float64; 0: unknown.
     wide_flops: tuple[float, float] = (0.0, 0.0)
-    #: Rate of the best matrix products, relative to the same share of the peak on NVIDIA's devices.
+    #: Share of the peak that the best matrix products reach, relative to that of NVIDIA's devices.
     sustained: float = 1.0
 
     def width(self, precision: str) -> int:
@@ -76,8 +76,8 @@ def _named(name: str) -> str:
     return rf"(?<![A-WYZ])(?:{words})(?!\d)"
 
 
-#: Pattern -> device. A name without its memory ("A100" of A100-40G and A100-80G) is the last such
-#: device of the table.
+#: Pattern -> device. A name without its memory ("A100") means the last of its devices in the table
+#: (A100-40G and A100-80G).
 _NAMES = {_named(name): name for name in ACCELERATORS} | {
     _named(name.partition("-")[0]): name for name in ACCELERATORS if name[-1] == "G"
 }
@@ -103,7 +103,7 @@ def counted(text: str) -> tuple[int | None, int | None, str]:
 
 
 def described_device(text: str) -> Accelerator | None:
-    """The device of a description that has nothing else, such as "NVIDIA H100 80GB SXM5" and "GB200
+    """The device of a text that describes only a device, such as "NVIDIA H100 80GB SXM5" and "GB200
     NVL72"; None for any other text."""
     for pattern in _NAMES:
         rest = re.sub(pattern, " ", text, count=1, flags=re.IGNORECASE)
@@ -150,7 +150,7 @@ def accelerator_of(text: str) -> Accelerator | None:
     ]
     if not matches:
         return next((machine_of(name) for name in MACHINES if name in text.lower()), None)
-    device = ACCELERATORS[min(matches)[2]]  # the first match; of several there, the longest
+    device = ACCELERATORS[min(matches)[2]]  # the first match; if several begin there, the longest
     folded = text.upper()
     if memory := re.search(r"(?:-(\d+)G\b|(\d+) ?GI?B\b(?!/S))", folded):
         size = int(memory.group(1) or memory.group(2))

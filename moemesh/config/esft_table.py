@@ -5,7 +5,7 @@ tokens, or the share of choices of experts that fall on it. Divided by their sum
 experts, they add up to 1; the smallest set of most relevant experts that reaches a threshold is
 trained, and nothing else. `moemesh esft scores` writes the table, `train.esft` names it. The keys
 ``experts``, ``shared_experts`` and ``non_expert_modules`` are those of the files that the paper's
-authors have published: theirs are tables, too.
+authors have published, which can be read as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moemesh.config.suggest import nearest_path
 KEPT_TABLE = "esft.json"
 #: Layer -> the experts of it that train, ascending.
 Experts = dict[int, tuple[int, ...]]
-#: Rounding of a sum of shares must not add an expert.
+#: Tolerance of a sum of shares: its rounding must not add an expert.
 _SLACK = 1e-9
 #: Switches of published tables -> value of train.train_only that trains the same.
 _SWITCHES = {
@@ -47,7 +47,7 @@ def most_relevant(
     shares: Sequence[float], *, threshold: float | None = None, count: int | None = None
 ) -> tuple[int, ...]:
     """The smallest set of the most relevant experts whose shares add up to `threshold`, or `count`
-    of them; ascending. Of equal ones the first."""
+    of them; ascending. Among equally relevant experts the first are taken."""
     order = sorted(range(len(shares)), key=lambda expert: (-shares[expert], expert))
     if threshold is not None:
         reached, count = 0.0, 0
@@ -58,14 +58,14 @@ def most_relevant(
 
 
 def read_table(path: str | Path) -> Experts:
-    """The experts of a table. Raises TableError for a file that is none."""
+    """The experts of a table. Raises TableError for any other file."""
     file = Path(path).expanduser()
     try:
-        stamp = file.stat()
+        status = file.stat()
     except OSError as error:
         near = "" if file.exists() else f"; {nearest_path(file)}"
         raise TableError(f"{file}: cannot be read ({error.strerror}{near})") from error
-    return _read(file, stamp.st_mtime_ns, stamp.st_size)
+    return _read(file, status.st_mtime_ns, status.st_size)  # a key that changes with the file
 
 
 @lru_cache(maxsize=8)
@@ -74,12 +74,12 @@ def _read(file: Path, changed_at: int, size: int) -> Experts:
         content: Any = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TableError(f"{file}: is not JSON ({error})") from error
-    whole = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
-    table: Any = whole.get("experts")
+    keys = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    table: Any = keys.get("experts")
     if not isinstance(table, dict) or not table:
         raise TableError(f'{file}: has no object "experts" of layers and their experts')
     for name, patterns in _SWITCHES.items():
-        if whole.get(name):
+        if keys.get(name):
             raise TableError(
                 f"{file}: {name} is on; set it to false, and train.train_only = {patterns}"
             )
@@ -95,7 +95,7 @@ def _read(file: Path, changed_at: int, size: int) -> Experts:
 
 
 def misfit(experts: Mapping[int, Sequence[int]], model: ModelConfig) -> str:
-    """Why the experts cannot be those of `model`; "" where they can."""
+    """The reason why the experts cannot be those of `model`; "" if they can."""
     layers = [layer for layer in model.routed_layers if layer < model.num_layers]
     if unknown := sorted(experts.keys() - set(model.routed_layers)):
         return f"names layer {unknown[0]}; the model's layers with experts are {_span(layers)}"

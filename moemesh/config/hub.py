@@ -37,8 +37,8 @@ def is_hub_name(name: str) -> bool:
 
 
 class HubError(Exception):
-    """An unavailable repository: the reason, and the `command` that fetches it. `package`: because
-    huggingface_hub is not installed."""
+    """An unavailable repository: the reason, and the `command` that fetches it. `package`: the
+    reason is that huggingface_hub is not installed."""
 
     def __init__(self, reason: str, command: str, *, package: bool = False) -> None:
         super().__init__(reason)
@@ -68,7 +68,7 @@ def snapshot(
         allow_patterns=list(only or _PATTERNS[kind]),
     )
     if re.fullmatch(COMMIT, revision or ""):
-        with suppress(Exception):  # a commit does not change
+        with suppress(Exception):  # a commit does not change: no request if the cache has it
             return Path(get(local_files_only=True))
     try:
         return Path(get())
@@ -102,8 +102,8 @@ def local_folder(name: str, kind: Kind, key: str, only: Sequence[str] | None = N
 
 def repository_of(folder: str) -> str | None:
     """The repository, ``models--owner--name``, of a folder that is a snapshot; else None."""
-    _, *homes = Path(folder).parts[-3:][::-1]
-    return homes[1] if len(homes) == 2 and homes[0] == "snapshots" and "--" in homes[1] else None
+    repository, snapshots, _ = ("", "", "", *Path(folder).parts)[-3:]
+    return repository if snapshots == "snapshots" and "--" in repository else None
 
 
 def short_name(folder: str) -> str:

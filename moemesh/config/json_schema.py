@@ -33,8 +33,8 @@ def json_schema() -> dict[str, Any]:
     sections = {name: _section(kind, f"{name}.") for name, kind in SECTIONS.items()}
     model = sections["model"]["properties"]
     sections["model"]["properties"] = {
-        "preset": _named("model.preset", {"type": "string", "enum": list(preset_names())}),
-        "path": _named("model.path", {"type": "string"}),
+        "preset": _described("model.preset", {"type": "string", "enum": list(preset_names())}),
+        "path": _described("model.path", {"type": "string"}),
         **model,
     }
     version = {
@@ -52,7 +52,7 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _named(key: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _described(key: str, schema: dict[str, Any]) -> dict[str, Any]:
     meaning = meanings().get(key)
     return schema if meaning is None else {**schema, "description": meaning}
 
@@ -65,7 +65,7 @@ def _section(kind: type[Section], prefix: str) -> dict[str, Any]:
             schema = {"anyOf": [schema, {"type": "string"}]}
         if default is not None and not field.is_required():
             schema["default"] = list(default) if isinstance(default, tuple) else default  # pyright: ignore[reportUnknownArgumentType]
-        properties[name] = _named(f"{prefix}{name}", schema)
+        properties[name] = _described(f"{prefix}{name}", schema)
     return {
         "type": "object",
         "description": (kind.__doc__ or "").partition("\n")[0],

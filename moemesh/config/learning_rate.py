@@ -44,7 +44,8 @@ SCHEDULES: dict[str, Callable[[DecayPosition], float]] = {
     "wsd": _stable_then_decay,
 }
 LrSchedule = TypeAliasType("LrSchedule", Annotated[str, Names(SCHEDULES)])
-#: Schedules that end below the peak, and schedules that read the length of the decay.
+#: Schedules that end below the peak, and schedules that read the length of the decay: both follow
+#: from values of their functions.
 FALLING = Names(SCHEDULES, where=lambda height: height(DecayPosition(1, 1, 1, "linear")) < 1)
 DECAYING = Names(
     SCHEDULES,
@@ -63,7 +64,7 @@ def scheduled_rate(
     decay_shape: DecayShape,
     steps: int,
 ) -> float:
-    """The rate of `step`, which counts from 1, in a run of `steps`."""
+    """The learning rate of `step`, which counts from 1, in a run of `steps`."""
     if step <= warmup_steps:
         return peak * step / warmup_steps
     rest = max(steps - warmup_steps, 1)

@@ -47,7 +47,7 @@ from moemesh.config.suggest import choices_of, nearest_choice
 from moemesh.config.toml import format_value, is_number
 from moemesh.config.train import TrainConfig
 
-#: Type expected by pydantic -> its name in messages.
+#: Kind of an error of pydantic -> the value that it expects, in messages.
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -64,11 +64,11 @@ FOLLOWING = {
     "train.lr": "default by model.path and lora.rank",
     "train.warmup_steps": "default by train.steps: a tenth, at most 20",
 }
-#: Comment of such a key in a recorded configuration.
+#: Comment of a key of FOLLOWING in a recorded configuration.
 _FOLLOWS = "  # follows from other keys"
-#: End of the fix for a value without a correction of its own.
+#: End of a fix that names the default, for lack of a nearer value.
 _DEFAULT = ", the default"
-#: Units that a number may lose.
+#: Unit after a number ("128 tokens") -> its factor in the number without a unit.
 _PLAIN_UNITS: dict[str, int] = dict.fromkeys(
     ("tokens", "sequences", "steps", "layers", "GPUs", "ranks"), 1
 )
@@ -108,16 +108,16 @@ def resolve(
 ) -> Resolved:
     """Same as :func:`moemesh.sharding.load_run.load_run`, which adds the checks: `folder_checks` of
     ``model.path``, `run_checks` of valid sections."""
-    given = [
+    sources = [
         *(read_file(path) for path in files),
         # The one place where the configuration reads the environment.
         read_environment(os.environ if environ is None else environ),
         read_overrides(overrides),
     ]
-    problems = [problem for source in given for problem in source.problems]
-    problems += _unknown_keys(given)
+    problems = [problem for source in sources for problem in source.problems]
+    problems += _unknown_keys(sources)
     # All leaves; later sources win.
-    chosen = {key: leaf for source in given for key, leaf in source.leaves.items()}
+    chosen = {key: leaf for source in sources for key, leaf in source.leaves.items()}
     adapters = with_adapters(chosen)
     chosen = adapters.leaves
     preset, path, broken, choice_problems = _choose_model(chosen)
@@ -137,15 +137,16 @@ def resolve(
         replace(problem, origin=problem.origin or where) if problem.key == PATH_KEY else problem
         for problem in base.problems
     )
+    # Leaves of the model's preset or folder come below all others.
     leaves = {**base.leaves, **chosen}
-    # Of train.steps and train.epochs a stronger source overrules a weaker one, so that --set can
-    # end a run whose file has the other key.
-    last = {
-        key: max((n for n, source in enumerate(given) if key in source.leaves), default=-1)
+    # If different sources set train.steps and train.epochs, the later source wins, so that --set
+    # can end a run whose file has the other key.
+    last_source = {
+        key: max((n for n, source in enumerate(sources) if key in source.leaves), default=-1)
         for key in ("train.steps", "train.epochs")
     }
-    if min(last.values()) >= 0 and len(set(last.values())) > 1:
-        del leaves[min(last, key=lambda key: last[key])]
+    if min(last_source.values()) >= 0 and len(set(last_source.values())) > 1:
+        del leaves[min(last_source, key=lambda key: last_source[key])]
     if PRESET_KEY in broken or base.problems:
         # The model's size is unknown: rules over fields that are not given are skipped.
         broken |= {f"model.{name}" for name in ModelConfig.model_fields} - chosen.keys()
@@ -180,14 +181,14 @@ def resolve(
         broken |= {problem.key for problem in problems}
         valid = Resolved(config=config, origins=origins)
         raise UnresolvedError((_as_the_model(problem, base) for problem in problems), valid, broken)
-    notes = tuple(note for source in [adapters, base, *given] for note in source.notes)
+    notes = tuple(note for source in [adapters, base, *sources] for note in source.notes)
     return Resolved(config=config, origins=origins, notes=notes)
 
 
 def _read_model(
     name: str, implementation: object, *, has_tokenizer: bool
 ) -> tuple[ConfigSource, str]:
-    """The source of ``model.path``, and the folder: of a name of the hub its snapshot."""
+    """The values of the model `name`, and its folder: for a name of the hub that of a snapshot."""
     try:
         path = str(local_folder(name, "model", PATH_KEY))
     except ConfigError as error:
@@ -215,25 +216,25 @@ def read_recorded(
         leaves["train.esft"] = replace(recorded["train.esft"], value=str(table))
     names = {key: leaves.pop(key, None) for key in (PRESET_KEY, PATH_KEY)}
     preset, folder = (None if leaf is None else str(leaf.value) for leaf in names.values())
-    built, wrong = _sections(leaves)
+    built, section_problems = _sections(leaves)
     built["model"] = _with_architecture(built["model"], folder)
     config = RunConfig(**built, model_preset=preset or DEFAULT_PRESET, model_path=folder)
-    if problems := [*problems, *wrong] or config.check(run_checks):
+    if problems := [*problems, *section_problems] or config.check(run_checks):
         raise ConfigError(problems)
     return config
 
 
 def _with_architecture(model: ModelConfig, path: str | None) -> ModelConfig:
-    """`model` with the record of the ``config.json`` in `path`, where transformers computes it."""
+    """`model` with the record of the ``config.json`` in `path` if transformers computes it."""
     if model.implementation != "transformers" or path is None:
         return model
     return model.with_architecture(read_architecture(read_config(Path(path))))
 
 
 def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
-    """`config` with the values that the run in `folder` has recorded for keys that follow from
-    others, unless they are given, and with its revision of a model of the Hub, so that a resumed
-    run keeps them."""
+    """`config` with values of the run in `folder`, so that a resumed run keeps them: keys that
+    follow from others unless they are given, the date of a chat template, and revisions of the
+    Hub."""
     if not (folder / RUN_CONFIG).is_file():
         return config
     recorded = read_file(folder / RUN_CONFIG).leaves
@@ -246,9 +247,9 @@ def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
     config = config.with_following(**values)
     day = recorded.get("data.date")
     data = config.data
-    if data.date is None and day is not None:  # of a template that reads the date
+    if data.date is None and day is not None:
         data = data.model_copy(update={"date": day.value})
-    # A name of the hub means its newest revision; a run stays at the one that it has recorded.
+    # A name of the hub means its newest revision; a run stays at the revision that it recorded.
     path, given = recorded.get(PATH_KEY), config.model_path
     if path is not None and given is not None and given != path.value:
         pinned = str(path.value)
@@ -263,9 +264,10 @@ def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def resolved_toml(config: RunConfig) -> str:
-    """`config` as TOML: every key that has a value, with a comment (:func:`following`) where that
-    follows from others. It loads back to an equal configuration."""
-    follows = {key for key in FOLLOWING if key[6:] not in config.train.model_fields_set}
+    """`config` as TOML, which loads back to an equal configuration: every key that has a value. A
+    comment marks values that follow from other keys (:func:`following`)."""
+    given = {f"train.{name}" for name in config.train.model_fields_set}
+    follows = FOLLOWING.keys() - given
     lines = [f"{SCHEMA_KEY} = {SCHEMA_VERSION}"]
     for section, fields in config_values(config).items():
         lines += ["", f"[{section}]"]
@@ -279,7 +281,8 @@ def resolved_toml(config: RunConfig) -> str:
 
 def following(text: str) -> set[str]:
     """The keys whose values in `text`, of :func:`resolved_toml`, follow from others."""
-    return {key for key in FOLLOWING if re.search(f"(?m)^{key[6:]} = .*{_FOLLOWS}$", text)}
+    names = {key: key.removeprefix("train.") for key in FOLLOWING}
+    return {key for key in names if re.search(f"(?m)^{names[key]} = .*{_FOLLOWS}$", text)}
 
 
 def config_values(config: RunConfig) -> dict[str, dict[str, object]]:
@@ -294,14 +297,14 @@ def config_values(config: RunConfig) -> dict[str, dict[str, object]]:
         for key in SECTIONS[name].model_fields:
             value: object = getattr(section, key)
             if isinstance(value, tuple):
-                # Of each table of a list, TOML has the keys that differ from their defaults.
+                # A table in a list is written without the keys that have their defaults.
                 value = tuple(
                     item.model_dump(exclude_defaults=True) if isinstance(item, Section) else item
                     for item in cast("tuple[object, ...]", value)
                 )
             fields[key] = value
         sections[name] = fields
-    if config.train.epochs is not None:  # these follow from the data
+    if config.train.epochs is not None:  # the number of steps follows from the data
         given = config.train.model_fields_set
         follows = ("steps", "warmup_steps")
         sections["train"] |= {key: None for key in follows if key == "steps" or key not in given}
@@ -346,14 +349,15 @@ def _choose_model(chosen: Mapping[str, Leaf]) -> tuple[str, str | None, set[str]
 
 
 def _sections(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Any], list[Problem]]:
-    """Every section by name, and the problems of all."""
+    """Name -> section, and the problems of all sections."""
     built = {name: build_section(kind, leaves) for name, kind in SECTIONS.items()}
     problems = [problem for _, wrong in built.values() for problem in wrong]
     return {name: section for name, (section, _) in built.items()}, problems
 
 
 def build_section(kind: type[S], leaves: Mapping[str, Leaf]) -> tuple[S, list[Problem]]:
-    """The section, with defaults in place of values of a wrong type, and those as problems."""
+    """The section, with the default in place of each value of a wrong type, and a problem for
+    each of those values."""
     name = kind.section
     values: dict[str, Any] = {
         field: leaves[f"{name}.{field}"].value

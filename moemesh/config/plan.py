@@ -57,7 +57,7 @@ Reshard = Literal["always", "step"]
 Offload = Literal["none", "optimizer"]
 Recompute = Literal["none", "selective", "full"]
 #: Value of `plan.recompute` -> recomputed parts (`moemesh.parallel.recompute`), all switches on.
-#: In published tables "selective" is the attention core; ours adds the product of a dense or shared
+#: Published tables call the attention core "selective"; ours adds the product of a dense or shared
 #: SwiGLU ("activation"), and gate and up of the routed experts ("experts"). The product of the
 #: routed experts' SwiGLU is always recomputed.
 RECOMPUTED: dict[str, frozenset[str]] = {

@@ -156,7 +156,7 @@ def experts_fit(sizes: CutSizes, ranks: int, ep: int, etp: int) -> bool:
 
 
 def server_problems(values: object) -> Iterator[Problem]:
-    """Problem if there are as many servers as ranks that share dense weights: one must work."""
+    """Problem unless fewer ranks are servers than share dense weights: at least one works."""
     plan = Degrees.of(values)
     ranks, keys = plan.dp * plan.cp, ("data", "dp", "cp")
     if plan.servers < 1 or plan.servers < ranks:

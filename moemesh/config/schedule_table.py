@@ -89,17 +89,17 @@ class ScheduleRow:
     #: Stages on the ranks: one after the other, in a V with two on each rank, or two pipes from
     #: both ends, so that two ranks hold every stage and sum its gradients.
     stages: Literal["line", "v", "mirrored"] = "line"
-    #: Weights are updated while microbatches are in flight: the results of training differ.
+    #: Whether weights are updated while microbatches are in flight: the results of training differ.
     is_asynchronous: bool = False
     #: The nearest schedule without deferred weight gradients; empty: this one defers none.
     undeferred: str = ""
-    #: A forward and a backward take turns in one block.
+    #: Whether a forward and a backward alternate in one block.
     has_blocks: bool = False
-    #: A rank holds at most `peak` microbatches at any moment; else the planner replays its
-    #: operations to count them.
+    #: Whether a rank holds at most `peak` microbatches at any moment; if not, the planner replays
+    #: its operations to count them.
     holds_form_peak: bool = False
-    #: `moemesh plan` proposes it. GPipe takes as long as 1F1B and holds more; the bubble of Chimera
-    #: is larger than that of zero-bubble schedules; TeraPipe has no time model in columns.
+    #: Whether `moemesh plan` proposes it. GPipe takes as long as 1F1B and holds more; the bubble of
+    #: Chimera is larger than that of zero-bubble schedules; TeraPipe has no time model in columns.
     is_proposed: bool = False
 
     def rules(self, numbers: Mapping[str, int]) -> list[Condition]:
@@ -262,8 +262,8 @@ def require_numbers(name: str, **numbers: int) -> None:
 
 @cache
 def _compiled(formula: str) -> CodeType:
-    """A formula as Python: implied products, as in "2 p" and "(p-1)(tF+tB)", get a sign. Text after
-    a comma is a remark."""
+    """A formula as Python, with a sign for implied products, as in "2 p" and "(p-1)(tF+tB)". Text
+    after a comma is a remark."""
     formula = _parts(formula)[0].replace("M_w/M_a", "held").replace(" = ", " == ")
     products = r"(?<=\)) *(?=[\w(])|(?<=\d) *(?=[A-Za-z(])|(?<=[A-Za-z]) +(?=[A-Za-z(])"
     return compile(re.sub(products, "*", formula), formula, "eval")
@@ -281,7 +281,7 @@ def _parts(text: str) -> list[str]:
 
 
 def value_of(formula: str, numbers: FormNumbers, rank: int = 0) -> float:
-    """A formula of a row at these numbers."""
+    """The value of a row's formula for these numbers."""
     times = numbers.times
     symbols = {
         "p": numbers.ranks,

@@ -24,8 +24,8 @@ from moemesh.config.suggest import alias_hint, nearest_choice, nearest_path, nea
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
-#: Endings of files of data.
-_TEXTS = (".txt", *DATA_ENDINGS)
+#: Endings of the names of data files.
+_ENDINGS = (".txt", *DATA_ENDINGS)
 #: Files in the folder of a run: its configuration, its plan, and the records of its starts.
 RUN_CONFIG, RUN_PLAN, RUN_STARTS = "config.toml", "plan.json", "provenance.json"
 
@@ -53,8 +53,8 @@ class ConfigSource:
 
 
 def read_file(path: Path) -> ConfigSource:
-    """A TOML file, or the configuration of the run in a folder. An unreadable file gives one
-    problem. Sections become dotted keys; the origin of a key is the file and its line."""
+    """Values of a TOML file, or of the configuration in the folder of a run. Sections become dotted
+    keys; the origin of a key is the file and its line. An unreadable file gives one problem."""
     given, path = path, path / RUN_CONFIG if path.is_dir() else path
     name, text = str(path), ""
     try:
@@ -93,13 +93,14 @@ def read_file(path: Path) -> ConfigSource:
                 fix = "a newer moemesh"
                 problems.append(leaf.problem("too-large", SCHEMA_KEY, message, fix))
         elif section not in SECTIONS:
-            # In a section of another trainer the keys have answers of their own.
+            # Keys in a section of another trainer may have a hint each; else the section is wrong.
             table = cast("dict[str, object]", content) if isinstance(content, dict) else {}
-            given = {
+            foreign_leaves = {
                 f"{section}.{key}": Leaf(value=value, origin=origin(section, key))
                 for key, value in table.items()
             }
-            leaves |= given if any(map(alias_hint, given)) else {section: leaf}
+            has_hint = any(map(alias_hint, foreign_leaves))
+            leaves |= foreign_leaves if has_hint else {section: leaf}
         elif isinstance(content, dict):
             for key, value in cast("dict[str, object]", content).items():
                 leaves[f"{section}.{key}"] = Leaf(value=value, origin=origin(section, key))
@@ -122,10 +123,10 @@ INPUTS = frozenset(
 
 
 def input_of_run(folder: Path, key: str, value: object) -> object:
-    """The `value` of `key` in the configuration of the run in `folder`: a relative path that does
-    not exist here is the path from a directory in which the run was started, if it exists there."""
+    """The `value` of `key` in the configuration of the run in `folder`. A relative path that does
+    not exist in the current directory is looked up in the directories where the run was started."""
 
-    def place(path: str) -> str:
+    def resolved(path: str) -> str:
         is_name = key == "data.tokenizer" and path == "bytes"
         is_name |= key == "train.cluster" and path in preset_names("clusters")
         if is_name or os.path.isabs(path) or _exists(path):
@@ -137,7 +138,7 @@ def input_of_run(folder: Path, key: str, value: object) -> object:
                     return moved
         return path
 
-    return with_paths(value, place)
+    return with_paths(value, resolved)
 
 
 def with_paths(value: object, change: Callable[[str], str]) -> object:
@@ -155,7 +156,7 @@ def _exists(path: str) -> bool:
     return os.path.exists(path) or bool(glob(path, recursive=True))
 
 
-#: Setting of what was given in place of a configuration -> its noun.
+#: Key of an input that was given in place of a configuration -> its noun.
 _NOUNS = {"model.path": "a model", "lora.path": "a folder of adapters", "data.path": "data",
           "model.preset": "a preset of a model"}  # fmt: skip
 
@@ -168,7 +169,7 @@ def _setting_of(path: Path) -> tuple[str, str] | None:
         if any((path / name).exists() for name in (RUN_CONFIG, RUN_PLAN)):
             return None
         contents = {"config.json": "model.path", ADAPTER_CONFIG: "lora.path"}
-        contents |= {f"*{ending}": "data.path" for ending in _TEXTS}
+        contents |= {f"*{ending}": "data.path" for ending in _ENDINGS}
         keys = (key for pattern, key in contents.items() if any(path.glob(pattern)))
         key = next(keys, None)
         return None if key is None else (key, str(path))
@@ -180,7 +181,7 @@ def _setting_of(path: Path) -> tuple[str, str] | None:
         return None if path.suffix in (".toml", ".yaml", ".yml") else ("data.path", str(path))
     if str(path) in preset_names():
         return "model.preset", str(path)
-    is_model = is_hub_name(str(path)) and not path.name.endswith((*_TEXTS, ".toml", ".json"))
+    is_model = is_hub_name(str(path)) and not path.name.endswith((*_ENDINGS, ".toml", ".json"))
     return ("model.path", str(path)) if is_model else None
 
 
@@ -193,8 +194,9 @@ _FOREIGN = {
 
 
 def _foreign(path: Path, text: str) -> ConfigSource | None:
-    """The refusal of a configuration of another trainer, with the leaves for which this package has
-    a key or an answer; None for other files. A script has options, "--lr 1e-3"."""
+    """The refusal of a configuration of another trainer, with those of its leaves for which this
+    package has a key or a hint; None for other files. Leaves of a script are options, "--lr 1e-3".
+    """
     if not path.exists():
         return None
     pairs: list[tuple[str, object, int]] = []  # dotted key, value, line
@@ -275,7 +277,7 @@ def read_text(path: Path) -> str:
         if path.is_dir():
             fix = str(next(path.glob("*.toml"), "a TOML file, not a folder"))
         else:
-            fix = "" if path.exists() else nearest_path(path, lambda one: one.suffix == ".toml")
+            fix = "" if path.exists() else nearest_path(path, lambda file: file.suffix == ".toml")
         if path.name == RUN_CONFIG and path.parent.is_dir():
             fix = nearest_run(path.parent) or "a TOML file, or the folder of a run"
         if re.match(r"\w+\.\w+=", str(path)):
@@ -287,13 +289,13 @@ def read_text(path: Path) -> str:
 
 
 def read_environment(environ: Mapping[str, str]) -> ConfigSource:
-    """Variables such as ``MOEMESH__plan__ep=8``; parts are joined by dots, case counts."""
+    """Values of variables such as ``MOEMESH__plan__ep=8``, which sets plan.ep; case counts."""
     leaves: dict[str, Leaf] = {}
     problems: list[Problem] = []
     for variable in sorted(environ):
         leaf = Leaf(value=environ[variable], origin=f"environment {variable}")
         if not variable.startswith(ENVIRONMENT_PREFIX):
-            # MOEMESH_plan_ep would be ignored without a word.
+            # A variable with single underscores, MOEMESH_plan_ep, would be ignored silently.
             prefix, _, rest = variable.lower().partition("_")
             section, _, key = rest.lstrip("_").partition("_")
             if prefix == "moemesh" and section in SECTIONS and key.strip("_"):
@@ -315,8 +317,8 @@ def read_environment(environ: Mapping[str, str]) -> ConfigSource:
 
 
 def read_overrides(overrides: Sequence[str]) -> ConfigSource:
-    """The ``a.b=value`` of every --set. If a key is set twice the last one counts, as scripts that
-    extend a command line expect, with a note."""
+    """The values of every ``--set a.b=value``. If a key is set twice, the last value counts, as
+    scripts that extend a command line expect, and a note reports it."""
     leaves: dict[str, Leaf] = {}
     problems: list[Problem] = []
     notes: list[str] = []
@@ -360,7 +362,7 @@ def parse_value(text: str, key: str, origin: str) -> object:
 
 @cache
 def preset_names(folder: str = "") -> tuple[str, ...]:
-    """Names of the packaged presets (`folder` "clusters" for clusters)."""
+    """Names of the packaged presets: of models, or of another `folder` such as "clusters"."""
     names = [item.name for item in (files("moemesh.config") / "presets" / folder).iterdir()]
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
@@ -375,8 +377,8 @@ def read_named_table(
     source: str, folder: str, key: str, missing: str, fix: str = ""
 ) -> dict[str, Any]:
     """The table of the packaged preset `source` of a folder, or of a TOML or JSON file. Raises
-    ConfigError about `key`; `missing` is its message for a missing file, and `fix` its answer, by
-    default the nearest preset."""
+    ConfigError about `key`; for a missing file with the message `missing` and the `fix`, by default
+    the nearest preset."""
     if source in preset_names(folder):
         return dict(read_preset_table(source, folder))
     problem, path = partial(Problem.of, key=key, value=source), Path(source)

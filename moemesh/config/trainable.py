@@ -53,7 +53,7 @@ _OF_HUB: dict[tuple[str, str], tuple[object, ...]] = {
 
 
 def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
-    """Keys that reach into a model whose code is that of transformers."""
+    """Refused keys of a model whose forward is the code of transformers."""
     if config.model.implementation == "transformers" and config.model_path is None:
         message = "implementation = transformers reads a folder, and model.path names none"
         fix = "model.path = FOLDER, or implementation = auto"
@@ -103,13 +103,13 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _clash(
-    plan: Plan, name: str, why: str, fix: str, wanted: str, setting: str, default: object = 0
+    plan: Plan, name: str, why: str, fix: str, other: str, setting: str, default: object = 0
 ) -> Problem:
-    """The problem of the key `name` of [plan] with the key `wanted`, whose `setting` is refused
-    beside it and whose `default` is not."""
+    """The conflict of the value of `name` in [plan], which is refused because it `why`, with the
+    `setting` of the key `other`; with the `default` of that key there is none."""
     message = f"{name} = {getattr(plan, name)} {why}: it cannot be trained with {setting}"
-    fix = f"{fix}, or {wanted.partition('.')[2]} = {default}"
-    return plan.problem("conflict", name, message, fix, wanted)
+    fix = f"{fix}, or {other.partition('.')[2]} = {default}"
+    return plan.problem("conflict", name, message, fix, other)
 
 
 def _optimizer_states(config: RunConfig) -> Iterator[Problem]:
@@ -118,19 +118,19 @@ def _optimizer_states(config: RunConfig) -> Iterator[Problem]:
     plan, train = config.plan, config.train
     is_asynchronous = plan.schedule in ASYNCHRONOUS_SCHEDULES
     updates_alone = "updates the weights of a stage while its ranks compute"
-    wanted = "plan.data", f"data = {plan.data}", "replicate"
+    other = "plan.data", f"data = {plan.data}", "replicate"
     if plan.data == "zero3" and plan.schedule in DEFERRING_SCHEDULES:
         why = "defers weight gradients to a time when the weights that they read have been freed"
         fix = f"schedule = {SCHEDULES[plan.schedule].undeferred}, or data = zero2"
-        yield _clash(plan, "schedule", why, fix, *wanted)
+        yield _clash(plan, "schedule", why, fix, *other)
     elif plan.data in ("zero2", "zero3") and is_asynchronous:
         why = "keeps versions of whole weights, and of what they have given by then"
-        yield _clash(plan, "schedule", why, "schedule = 1f1b, or data = zero1", *wanted)
+        yield _clash(plan, "schedule", why, "schedule = 1f1b, or data = zero1", *other)
     if train.updates_matrices:
         setting = f"optimizer = {train.optimizer}"
         if is_asynchronous and plan.num_stages > 1:
-            wanted = "train.optimizer", setting, "adamw"
-            yield _clash(plan, "schedule", updates_alone, "schedule = 1f1b", *wanted)
+            other = "train.optimizer", setting, "adamw"
+            yield _clash(plan, "schedule", updates_alone, "schedule = 1f1b", *other)
         if train.rebalance_every:
             message = f"experts cannot move to other ranks with {setting}"
             fix = "rebalance_every = 0, or optimizer = adamw"
@@ -145,12 +145,12 @@ def _optimizer_states(config: RunConfig) -> Iterator[Problem]:
     if plan.offload == "none":
         return
     setting = f"offload = {plan.offload}"
-    wanted = "plan.offload", setting, "none"
+    other = "plan.offload", setting, "none"
     if is_asynchronous:
-        yield _clash(plan, "schedule", updates_alone, "schedule = 1f1b", *wanted)
+        yield _clash(plan, "schedule", updates_alone, "schedule = 1f1b", *other)
     if plan.optimizer_validation == "after":
         why = "keeps a second copy of the states for an update that is undone"
-        yield _clash(plan, "optimizer_validation", why, "optimizer_validation = before", *wanted)
+        yield _clash(plan, "optimizer_validation", why, "optimizer_validation = before", *other)
     for key, value, default in (
         ("optimizer", train.updates_matrices and train.optimizer, "adamw"),
         ("rebalance_every", train.rebalance_every, 0),
@@ -166,33 +166,33 @@ def _experts_that_move(config: RunConfig) -> Iterator[Problem]:
     """Conflicts of expert replicas and expert migration with other settings."""
     plan, is_exact = config.plan, config.plan.combine == "exact"
     if plan.spare_slots:
-        wanted = "plan.spare_slots", f"spare_slots = {plan.spare_slots}"
+        other = "plan.spare_slots", f"spare_slots = {plan.spare_slots}"
         if not dispatcher_row(plan.dispatcher).accepts_replicas:
             why = "sends rows to the homes of experts, not to their replicas"
-            yield _clash(plan, "dispatcher", why, "dispatcher = all_to_all", *wanted)
+            yield _clash(plan, "dispatcher", why, "dispatcher = all_to_all", *other)
         if is_exact:
             why = "adds rows in an order that does not depend on where experts are"
-            yield _clash(plan, "combine", why, "combine = fast", *wanted)
+            yield _clash(plan, "combine", why, "combine = fast", *other)
         if plan.schedule == "ampnet" and plan.ampnet_backward == "live":
             why = "reads weights in the backward that replicas have fetched in the forward"
-            yield _clash(plan, "ampnet_backward", why, "ampnet_backward = recompute", *wanted)
+            yield _clash(plan, "ampnet_backward", why, "ampnet_backward = recompute", *other)
     if every := config.train.rebalance_every:
-        wanted = "train.rebalance_every", f"rebalance_every = {every}"
+        other = "train.rebalance_every", f"rebalance_every = {every}"
         if is_exact:
             why = "adds rows in the order of the experts' places, which may not change"
-            yield _clash(plan, "combine", why, "combine = fast", *wanted)
+            yield _clash(plan, "combine", why, "combine = fast", *other)
         if plan.schedule in ASYNCHRONOUS_SCHEDULES:
             why = "never drains, and experts can only move between steps"
-            yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
+            yield _clash(plan, "schedule", why, "schedule = 1f1b", *other)
         elif plan.optimizer_validation == "after":
             name = "optimizer_validation"
             why = "takes a step back when the next one has begun, and experts have moved in between"
-            yield _clash(plan, name, why, "optimizer_validation = before", *wanted)
+            yield _clash(plan, name, why, "optimizer_validation = before", *other)
 
 
 def _slices(config: RunConfig) -> Iterator[Problem]:
-    """Slices of a sequence come one after the other: no choice can compare all tokens of it, and
-    the positions of a rank of cp are spread."""
+    """Conflicts of slices, which are computed one after the other: with choices that compare all
+    tokens of a sequence, and with cp, whose ranks have positions of several slices."""
     model, plan, keys = config.model, config.plan, ("plan.schedule", "plan.slices")
     if plan.num_slices == 1:
         return
@@ -219,8 +219,8 @@ def _slices(config: RunConfig) -> Iterator[Problem]:
 
 def _adapters(config: RunConfig) -> Iterator[Problem]:
     """Conflicts of adapters of experts: with replicas, which do not fetch adapters, and with layers
-    of which some experts train, which are in another order. Conflicts of a base in NF4: with
-    experts that train or move, and with cuts through blocks."""
+    of which only some experts train, since their experts are in another order. Conflicts of a base
+    in NF4: with experts that train or move, and with cuts through blocks."""
     plan, train, lora = config.plan, config.train, config.lora
     is_adapted = lora.adapts_mlps
     setting = f"rank = {lora.rank} of experts"
@@ -281,8 +281,8 @@ def trains_some_experts(config: RunConfig) -> bool:
 
 
 def _frozen(config: RunConfig) -> Iterator[Problem]:
-    """Weights that do not train beside schedules that keep versions of all, and some experts of a
-    layer beside what moves or copies experts."""
+    """Conflicts of frozen weights with schedules that keep versions of all weights, and of layers
+    of which only some experts train with settings that move or copy experts."""
     plan, train = config.plan, config.train
     if config.tuning.is_full:
         return
@@ -293,18 +293,18 @@ def _frozen(config: RunConfig) -> Iterator[Problem]:
     key = f"train.{key}"
     if config.lora.rank:
         key, setting, default = "lora.rank", f"rank = {config.lora.rank}", "0"
-    is_part = trains_some_experts(config)
-    if is_part and train.rebalance_every:
+    trains_some = trains_some_experts(config)
+    if trains_some and train.rebalance_every:
         message = "experts of a layer of which only some train cannot move to other ranks"
         fix = f"rebalance_every = 0, or {key.partition('.')[2]} = {default}"
         yield train.problem("conflict", "rebalance_every", message, fix, key)
-    wanted = key, setting, default
+    other = key, setting, default
     if plan.schedule in ASYNCHRONOUS_SCHEDULES:
         why = "keeps versions of all weights, which all train"
-        yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
-    if is_part and plan.combine == "exact":
+        yield _clash(plan, "schedule", why, "schedule = 1f1b", *other)
+    if trains_some and plan.combine == "exact":
         why = "adds rows in the order of experts' places, where those that train come first"
-        yield _clash(plan, "combine", why, "combine = fast", *wanted)
-    if is_part and plan.spare_slots:
+        yield _clash(plan, "combine", why, "combine = fast", *other)
+    if trains_some and plan.spare_slots:
         why = "copies experts that train like others"
-        yield _clash(plan, "spare_slots", why, "spare_slots = 0", *wanted)
+        yield _clash(plan, "spare_slots", why, "spare_slots = 0", *other)

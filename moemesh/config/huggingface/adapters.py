@@ -24,7 +24,7 @@ BASE = "base_model_name_or_path"
 _FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
 #: Files of an adapter's repository on the Hub.
 _FILES = ("adapter*", "*.json", "*.jinja", "*.txt", "*.model")
-#: The parameter of a stack of experts that holds two projections.
+#: The parameter of a stack of experts that holds two projections, and those projections.
 _PAIR, _PARTS = "gate_up_proj", ("gate_proj", "up_proj")
 #: Part of the pattern with which `moemesh convert --adapter` writes adapters of both parts as one
 #: of twice the rank. Under other patterns each part may use all of the rank.
@@ -34,8 +34,8 @@ OWN_PAIR = rf"experts\.{_PAIR}|"
 def with_adapters(chosen: Mapping[str, Leaf]) -> ConfigSource:
     """`chosen` with values that follow from the adapters in ``lora.path``, or in ``model.path`` as
     in ``from_pretrained`` of transformers: their rank, alpha and targets, their base model if none
-    is chosen, and their tokenizer if they have one. Other faults of a folder than those of its
-    adapter_config.json are reported when its adapters are read."""
+    is chosen, and their tokenizer if they have one. Faults of the folder outside of its
+    adapter_config.json are reported later, when the adapters are read."""
     leaves = dict(chosen)
     path = leaves.get(PATH_KEY, Leaf(value=None, origin="")).value
     if LORA_PATH not in leaves and isinstance(path, str) and is_adapter_folder(Path(path)):
@@ -51,7 +51,7 @@ def with_adapters(chosen: Mapping[str, Leaf]) -> ConfigSource:
         leaves[LORA_PATH] = replace(given, value=str(folder))
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
-        if RANK_KEY in leaves:  # of a run, whose checkpoints hold its adapters
+        if RANK_KEY in leaves:  # a recorded run, whose checkpoints hold the adapters
             return ConfigSource(leaves=leaves)
         state = f"holds no {ADAPTER_CONFIG}" if folder.is_dir() else "is not a folder"
         fix = f"a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
@@ -96,11 +96,11 @@ def _settings(folder: Path, config: Mapping[str, Any]) -> dict[str, object]:
             if isinstance(other, int) and not (OWN_PAIR in module and other == 2 * rank):
                 ranks.append(other)
         if max(ranks) > rank > 0:
-            more = max(ranks) / rank
-            more = math.sqrt(more) if values["lora.rslora"] else more
-            values |= {RANK_KEY: max(ranks), ALPHA_KEY: alpha * more}
-    # The projections with an adapter in the file of weights; of stacks of experts, which share the
-    # names of their tensors, those in `target_parameters`.
+            factor = max(ranks) / rank
+            factor = math.sqrt(factor) if values["lora.rslora"] else factor
+            values |= {RANK_KEY: max(ranks), ALPHA_KEY: alpha * factor}
+    # Targets are the projections with an adapter in the file of weights. All stacks of experts have
+    # the same names of tensors there, so theirs come from `target_parameters`.
     entries: object = config.get("target_parameters")
     targets: set[str] = set()
     for entry in cast("list[object]", entries) if isinstance(entries, list) else ():

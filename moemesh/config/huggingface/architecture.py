@@ -59,8 +59,8 @@ def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     """The architecture of a parsed ``config.json`` that our own reading refuses with `error`.
 
     Raises `error` itself if the weights are quantized, or if it names wrong values of a family that
-    we read. If transformers cannot build the model either, raises the problems of both. If
-    transformers is missing, raises that alone, after the problem of an unknown family.
+    we read. If transformers cannot build the model either, raises the problems of both readings. If
+    transformers is missing, raises that problem and, from `error`, only an unknown family.
     """
     is_beyond_us = {problem.code for problem in error.problems} <= _BEYOND_US
     if not (is_beyond_us and values.get("model_type")) or table(values, "quantization_config"):
@@ -68,8 +68,8 @@ def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     try:
         transformers_version()
     except ConfigError as missing:
-        own = [one for one in error.problems if one.code == "unknown-model"]
-        raise ConfigError([*own, *missing.problems]) from error
+        unknown = [problem for problem in error.problems if problem.code == "unknown-model"]
+        raise ConfigError([*unknown, *missing.problems]) from error
     try:
         return read_architecture(values)
     except ConfigError as other:

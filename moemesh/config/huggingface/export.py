@@ -41,9 +41,9 @@ _CLASSES = {
 VERSION_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "num_experts", "num_local_experts")
 #: Key of the number of extra prediction layers after the last.
 AHEAD_KEY = "num_nextn_predict_layers"
-#: Keys that are written even if they are null: defaults of transformers' classes are not.
+#: Keys that are written even if they are null, because transformers' classes have other defaults.
 _NULLS = ("sliding_window", "q_lora_rank")
-#: Positions that a configuration names when the model has no limit.
+#: Number of positions that is written for a model without a limit.
 _NO_LIMIT = 1 << 17
 
 
@@ -57,11 +57,11 @@ def equivalents(model: ModelConfig) -> list[ModelConfig]:
     """`model`, and models that compute the same from rearranged weights: RoPE's pairs (i, i + F) as
     (2i, 2i + 1) or back, and a selection bias of zero."""
     models = [model]
-    # Not with a norm over the channels of a head, whose weights would have to move as well.
+    # A norm over the channels of a head has weights that would have to move, too.
     if model.attention == "gqa" and not model.qk_norm and not model.lora.rank:
         models.append(model.model_copy(update={"rope_interleave": not model.rope_interleave}))
     if model.num_experts and not model.router_selection_bias:
-        models += [model_.model_copy(update={"router_selection_bias": True}) for model_ in models]
+        models += [each.model_copy(update={"router_selection_bias": True}) for each in models]
     return models
 
 
@@ -78,8 +78,8 @@ def exported(model: ModelConfig) -> ModelConfig:
 def differences(
     model: ModelConfig, kind: str, values: Mapping[str, object] | None = None
 ) -> dict[str, tuple[object, object]]:
-    """Key -> (our value, the other value) for each difference of `model` from itself written as one
-    of the family `kind`; or from the model with the keys `values`."""
+    """Key -> (value in `model`, other value) for each difference between `model` and what is read
+    back after it was written as one of the family `kind`; or the model with the keys `values`."""
     try:
         values = model_values(config_json(model, kind)) if values is None else values
     except ConfigError as error:
@@ -155,7 +155,7 @@ def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[s
         name = next((name for name in names_of_key if name in reads), None)
         if name is not None and name not in values:
             value = model.attention_scale if name == "attention_multiplier" else getattr(model, key)
-            # 0 is off here, and a bound of 0 in the code of the family.
+            # Our 0 means off; the code of the family would take it as a bound or a factor.
             values[name] = None if key in ABOVE_0 and not value else value
     return {key: value for key, value in values.items() if value is not None or key in _NULLS}
 
@@ -175,7 +175,8 @@ def _meaning(model: ModelConfig) -> dict[str, object]:
     stretched = {key for key in meaning if key.startswith(("rope_beta", "rope_low", "rope_high"))}
     experts = {"experts_per_token", "expert_intermediate_size", "num_experts"}
     without_effect = {"first_dense_layers", "num_shared_experts", "implementation"}
-    for is_so, keys in (
+    # Condition -> keys that have no effect under it.
+    for applies, keys in (
         (not moe, experts.union(key for key in meaning if key.startswith("router_"))),
         (len(moe) == model.num_layers, {"intermediate_size"}),
         (not model.sliding_window, {"layer_types"}),
@@ -186,7 +187,7 @@ def _meaning(model: ModelConfig) -> dict[str, object]:
         (not model.router_normalize, {"router_normalize_eps", "router_normalize_min"}),
         (model.rope_type == "default", {*stretched, "rope_truncate"}),
     ):
-        without_effect |= keys if is_so else set()
+        without_effect |= keys if applies else set()
     return {key: value for key, value in meaning.items() if key not in without_effect}
 
 

@@ -151,7 +151,7 @@ def read_header(file: Path) -> dict[str, Any] | None:
 
 
 def _header(file: Path) -> tuple[int, Any]:
-    """Bytes and content of the header of a file of safetensors."""
+    """Length in bytes and content of the header of a file of safetensors."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         return length, parse_json(stream.read(min(length, _HEADER_LIMIT)))
@@ -159,8 +159,8 @@ def _header(file: Path) -> tuple[int, Any]:
 
 @lru_cache
 def _are_equal(first: _Place, second: _Place) -> bool:
-    (path, _, start, length, kind), (other_path, _, other_start, *other) = first, second
-    if [length, kind] != other or "F8" in kind:  # fp8 tensors have separate scales
+    (path, _, start, length, kind), (other_path, _, other_start, *other_form) = first, second
+    if [length, kind] != other_form or "F8" in kind:  # fp8 tensors have separate scales
         return False
     with path.open("rb") as file, other_path.open("rb") as other_file:
         file.seek(start)
@@ -200,10 +200,10 @@ def lacks_weights(path: Path) -> str:
 def read_folder(
     path: Path, implementation: object = "auto", *, has_tokenizer: bool = False
 ) -> ConfigSource:
-    """Values from a folder: the fields of [model] of its ``config.json``, its tokenizer, and a
-    sequence length if the model has fewer positions than the default; or problems of a model that
-    cannot be trained. `implementation`: value of `model.implementation`; `has_tokenizer`:
-    `data.tokenizer` is set."""
+    """Values from a folder: the fields of [model] from its ``config.json``, its tokenizer, and a
+    sequence length if the model has fewer positions than the default length; or the problems of a
+    model that cannot be trained. `implementation`: the value of `model.implementation`;
+    `has_tokenizer`: whether `data.tokenizer` is set."""
     origin = str(path / CONFIG)
     try:
         values, notes = _values(read_config(path), implementation)

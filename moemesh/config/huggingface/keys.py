@@ -31,7 +31,7 @@ def class_rows() -> dict[str, Any]:
     return read_preset_table("classes", "huggingface")
 
 
-#: Keys that every class reads for RoPE, and a folder's keys for prediction layers.
+#: Keys that every class reads: the family, and the keys of RoPE.
 _FOR_ALL = (
     "model_type", "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor",
     "original_max_position_embeddings",
@@ -45,11 +45,11 @@ def as_class(config: Config, kind: str) -> dict[str, Any]:
     row = class_rows().get(kind)
     if row is None:
         return dict(config)
-    known, usual = {*row["reads"], *_FOR_ALL, *names("num_mtp_layers")}, row["defaults"]
-    values = usual | {key: value for key, value in config.items() if key in known}
+    known, defaults = {*row["reads"], *_FOR_ALL, *names("num_mtp_layers")}, row["defaults"]
+    values = defaults | {key: value for key, value in config.items() if key in known}
     values |= {key: config[name] for name, key in row["aliases"].items() if name in config}
     # A switch that is null is off, whatever its default.
-    for key in (key for key, value in usual.items() if isinstance(value, bool)):
+    for key in (key for key, value in defaults.items() if isinstance(value, bool)):
         if not isinstance(values[key], bool) and values[key] not in (None, 0, 1):
             fix = _without_quotes(key, values[key], "true|false")
             raise wrong("wrong-type", key, values[key], f"{key} must be true or false", fix)
@@ -90,7 +90,7 @@ def first(config: Config, size: str, default: int | None = None) -> int:
 def whole(config: Config, *keys: str, default: int | None = None) -> int:
     """One whole number, from the first present key of `keys`. Raises KeyError without key and
     default, ConfigError for any other value."""
-    # Reads all of them, so that a second name of the size is not reported as unread.
+    # Reads all keys, so that a second name of the size is not reported as unread.
     present = [key for key in keys if config.get(key) is not None]
     if present:
         return scalar(present[0], config[present[0]])
@@ -176,7 +176,7 @@ def num_layers(config: Config) -> int:
 
 
 def off_note(key: str, value: float) -> str:
-    """The note on a key of dropout or noise, which the random numbers of a layout would decide."""
+    """The note on a key of dropout or noise, whose random numbers would depend on the layout."""
     return f"{key} = {value} is set to 0: results would depend on the layout"
 
 

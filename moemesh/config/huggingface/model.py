@@ -37,6 +37,7 @@ _FIXED: dict[str, object] = {
     "learned_positions": 0,
     "dropout": False,
 }
+#: Fields of a planner's shape that are keys of [model] as well.
 _SAME = (
     "num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim",
     "tied_embeddings", "attention", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
@@ -67,7 +68,7 @@ ROPE_TYPES = {
     "yarn": _YARN,
 }
 ROPE_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3}
-#: Keys of these tables -> our keys.
+#: Keys of the tables of RoPE -> our keys.
 ROPE_KEYS = {
     "factor": "rope_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -138,7 +139,7 @@ _UNTRAINED = (
 
 @cache
 def trained_families() -> dict[str, Any]:
-    """``presets/huggingface/trained.toml``."""
+    """The families that can be trained: ``presets/huggingface/trained.toml``."""
     return read_preset_table("trained", "huggingface")
 
 
@@ -206,10 +207,10 @@ def model_values(config: Config) -> dict[str, object]:
             "qk_norm_over": "projection" if norm == "full" else "head",
         }
     values, window = sizes.values, "sliding_window"
-    is_hiding = values.get(window) == 0 and values[window] is not False
+    is_zero = values.get(window) == 0 and values[window] is not False
     kinds = values.get("layer_types")
-    is_read = not isinstance(kinds, list) or "sliding_attention" in kinds
-    if is_hiding and is_read and values.get("use_sliding_window", True):
+    may_slide = not isinstance(kinds, list) or "sliding_attention" in kinds
+    if is_zero and may_slide and values.get("use_sliding_window", True):
         message = f"{window} = 0 hides every key there; known: above 0, or null"
         raise wrong("not-available", window, values[window], message)
     if windows:
@@ -228,10 +229,10 @@ def model_values(config: Config) -> dict[str, object]:
     # The balance loss of transformers: one loss for all layers, in families that have it and if a
     # configuration enables it; selection biases do not move.
     balancing: dict[str, object] = {"aux_loss_coefficient": 0.0, "router_bias_rate": 0.0}
-    given = values.get("router_aux_loss_coef")
-    if values.get("output_router_logits") and given is not None:
-        coefficient = real("router_aux_loss_coef", given)
-        # Selections there are counted per token, not per choice.
+    weight = values.get("router_aux_loss_coef")
+    if values.get("output_router_logits") and weight is not None:
+        coefficient = real("router_aux_loss_coef", weight)
+        # transformers counts selections per token, our loss per choice.
         balancing["aux_loss_coefficient"] = coefficient * fields["experts_per_token"]
         balancing |= {"aux_loss_layers": "together", "aux_loss_scope": "global"}
         if "router_score" in row.get("fields", {}):
@@ -243,9 +244,9 @@ def model_values(config: Config) -> dict[str, object]:
 def _rope(
     values: Mapping[str, Any], row: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> dict[str, object]:
-    """Our keys of rotary positions. As in transformers, `rope_scaling` comes first, which model
-    cards add to a file with the newer `rope_parameters`; then these, then the `row` of the family's
-    class."""
+    """Our keys of rotary positions. As in transformers, the first of these tables counts:
+    `rope_scaling`, which model cards add to a file with the newer `rope_parameters`; those
+    parameters; the `row` of the family's class."""
     newer, older = table(values, "rope_parameters"), table(values, "rope_scaling")
     key, given = ("rope_scaling", older) if older else ("rope_parameters", newer)
     if any(isinstance(value, Mapping) for value in given.values()):

@@ -67,8 +67,8 @@ def latent_attention(config: Config) -> dict[str, Any]:
 
 
 def falcon(config: Config) -> dict[str, Any]:
-    """One key/value head, or the number of query heads, or (40B and later) its own number.
-    Attention and MLP in parallel after one norm or after one norm each, or one after the other."""
+    """Key/value heads: one, the number of query heads, or (40B and later) the value of a key.
+    Attention and MLP: in parallel after one norm or after a norm each, or one after the other."""
     heads = first(config, "num_heads")
     newer = bool(config.get("new_decoder_architecture"))
     parallel = bool(config.get("parallel_attn", True))
@@ -78,7 +78,7 @@ def falcon(config: Config) -> dict[str, Any]:
     else:
         num_kv_heads = 1 if config.get("multi_query", True) else heads
         norms = 1 if parallel else 2
-        first(config, "num_kv_heads", heads)  # Read, and without effect in the older code.
+        first(config, "num_kv_heads", heads)  # marks the key as read: the older code ignores it
     fields = ("qkv_bias", "output_bias", "mlp_bias")
     return dict.fromkeys(fields, bool(config.get("bias"))) | {
         "num_kv_heads": num_kv_heads,
@@ -120,7 +120,7 @@ def router_groups(config: Config) -> dict[str, Any]:
     DeepSeek-V2 has no groups and ignores their keys."""
     if config.get("topk_method") == "greedy":
         for key in ("n_group", "topk_group"):
-            whole(config, key, default=1)  # Read, and without effect.
+            whole(config, key, default=1)  # marks the key as read
         return {"router_groups": 1, "router_groups_kept": 1}
     return {
         "router_groups": whole(config, "n_group", default=1),
@@ -134,7 +134,7 @@ def _multiples(count: int, step: int) -> tuple[int, ...]:
 
 
 def _interval(config: Config, key: str) -> int:
-    """The `key` for the distance of layers with experts; by default 1."""
+    """The distance between layers with experts, the value of `key`; by default 1."""
     step = whole(config, key, default=1)
     if step < 1:
         raise wrong("too-small", key, step, f"{key} must be at least 1", f"{key} = 1")
@@ -189,7 +189,7 @@ def experts_in_mlp_key(config: Config) -> dict[str, Any]:
 
 
 def aria(config: Config) -> dict[str, Any]:
-    """Shared experts have the width of the others, which is in the key of dense MLPs."""
+    """Shared and routed experts have one width, which is in the key of dense MLPs."""
     fields = experts_in_mlp_key(config)
     shared = first(config, "num_shared") * fields["expert_intermediate_size"]
     return fields | {"shared_intermediate_size": shared}
@@ -207,14 +207,14 @@ def shared_width(config: Config) -> dict[str, Any]:
 
 
 def ling_shared(config: Config) -> dict[str, Any]:
-    """The width of one shared expert has its own key, or is that of the others."""
+    """The width of one shared expert has its own key, or is that of a routed expert."""
     usual = first(config, "expert_intermediate_size")
     width = whole(config, "moe_shared_expert_intermediate_size", default=usual)
     return {"shared_intermediate_size": width * first(config, "num_shared", 0)}
 
 
 def llama4(config: Config) -> dict[str, Any]:
-    """One shared expert with the width of the others; dense layers have a width of their own."""
+    """One shared expert with the width of a routed one; dense layers have a separate width."""
     layers = num_layers(config)
     moe = indices(config, "moe_layers") or _multiples(
         layers, _interval(config, "interleave_moe_layer_step")
@@ -289,7 +289,7 @@ def arctic(config: Config) -> dict[str, Any]:
 
 
 def shared_experts(config: Config) -> dict[str, Any]:
-    """The number of shared experts, each with the width of one of the others; null means 0."""
+    """The number of shared experts, each with the width of a routed expert; null means 0."""
     if not any(name in config for name in names("num_shared")):
         raise KeyError(" or ".join(names("num_shared")))
     shared = first(config, "num_shared", 0)
@@ -420,8 +420,8 @@ def unknown_layers(config: Config, kind: str) -> list[Problem]:
 def unread_parameters(
     config: Config, read: Collection[str], kind: str, *, has_norm: bool
 ) -> list[Problem]:
-    """Problems for keys that mean parameters in other families, and that this family's functions
-    have not read: the count would be that of another model.
+    """Problems for keys that mean parameters in other families and that this family's functions
+    have not read: without them the count would be wrong.
 
     `read`: keys that were read; `has_norm`: the family's code always has norms of queries and keys.
     """
@@ -549,8 +549,9 @@ def _sizes(config: Config, family: Config) -> dict[str, Any]:
         "windows": attention_windows(config, family.get("windows", 0)),
     }
     if "num_kv_heads" not in sizes:
-        size, *left_out = family.get("kv_heads", ("num_kv_heads",))
-        sizes["num_kv_heads"] = first(config, size, heads if left_out else None)
+        # The size whose key is read; a second one, "num_heads", is its default.
+        size, *fallback = family.get("kv_heads", ("num_kv_heads",))
+        sizes["num_kv_heads"] = first(config, size, heads if fallback else None)
     if "head_dim" not in sizes:
         # The key of the head size, else the hidden size cut into heads.
         size = first(config, "head_dim", 0)
