@@ -18,17 +18,16 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command of ``sys.argv``."""
-    # A shell without job control starts a background command with SIGINT ignored: that remains.
+    # A shell without job control starts a command in the background with SIGINT ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        with suppress(ValueError):  # only the main thread may set handlers
+        with suppress(ValueError):  # in another thread than the main one
             signal.signal(signal.SIGINT, _interrupt)
     from moemesh.cli import main as command
 
     try:
         command()
     finally:
-        # An exception during interpreter shutdown is printed. With the default handler Ctrl-C
-        # ends the process silently.
+        # The end of the interpreter prints every exception: Ctrl-C ends the process there.
         if signal.getsignal(signal.SIGINT) is _interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 

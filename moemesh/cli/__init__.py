@@ -30,7 +30,7 @@ def import_verbs(words: Sequence[str] = ()) -> None:
 def main() -> None:
     """Run the command of ``sys.argv``, or complete a line for a shell."""
     # Open the null device in place of standard streams that the caller has closed (`>&-`), so that
-    # no file of a run gets their descriptors, here and in ranks.
+    # no file of a run gets their descriptors, in this process or in its ranks.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moemesh.planner.accuracy.validate import Prediction, Validation
     from moemesh.planner.intervals import Intervals
 
+#: Number of printed rows with the largest errors.
 _NUM_WORST = 12
 
 _SHARED_HEADING = """\
@@ -135,8 +136,8 @@ def validate_runs(request: ValidateRequest) -> None:
 
 
 def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen: bool) -> str:
-    """Table of each cluster's errors after a fit to `counts` of its own runs: median, 95th
-    percentile, coverage of the interval. `unseen`: other runs of its stack were left out."""
+    """Table of each cluster's errors after fits to each of `counts` numbers of its runs: median,
+    95th percentile, coverage of the interval. `unseen`: other runs of its stack were left out."""
     rows: dict[str, dict[int, Lesson]] = defaultdict(dict)
     for lesson in taught:
         rows[lesson.cluster][lesson.own] = lesson
@@ -198,28 +199,28 @@ def calibrate(request: CalibrateRequest) -> None:
     tables = [path for path in request.runs if path not in folders]
     hardware = ""
     if wanted is not None:
-        with suppress(UserError):  # a name of the table's own
+        with suppress(UserError):  # a name that only the table has
             hardware = accelerator_of_cluster(load_cluster(wanted)).name
-    read = [run for path in tables for run in read_runs(path, request.archs, hardware)]
+    runs = [run for path in tables for run in read_runs(path, request.archs, hardware)]
     machine = None
     if folders:
         if wanted is None:
             raise UserError("run folders do not record their cluster: give --cluster NAME or FILE")
         machine, wanted = load_cluster(wanted), None
-        read += [run_of_folder(path, machine) for path in folders]
-    elif wanted is not None and wanted not in {run.cluster for run in read}:
+        runs += [run_of_folder(path, machine) for path in folders]
+    elif wanted is not None and wanted not in {run.cluster for run in runs}:
         with suppress(UserError):  # an unknown name: the message lists those of the table
             machine = load_cluster(wanted)
-            read, _ = use_cluster(read, shipped_calibration(), machine)
+            runs, _ = use_cluster(runs, shipped_calibration(), machine)
             name = f"/{machine.name}"
-            wanted = next((run.cluster for run in read if run.cluster.endswith(name)), wanted)
+            wanted = next((run.cluster for run in runs if run.cluster.endswith(name)), wanted)
     if request.shared:
         start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
-        calibration = fit(read, start)
+        calibration = fit(runs, start)
         write_texts([(out, calibration_toml(calibration, _SHARED_HEADING))])
-        typer.echo(report(summarize(predict(read, calibration))))
+        typer.echo(report(summarize(predict(runs, calibration))))
         return
-    chosen = runs_of_cluster(measured_runs(read), wanted)
+    chosen = runs_of_cluster(measured_runs(runs), wanted)
     learned = learn(chosen, shipped_calibration())
     fitted = fitted_cluster(chosen, learned.calibration, learned.runs)
     if machine is not None:  # the rows have the stack of another cluster
@@ -227,7 +228,7 @@ def calibrate(request: CalibrateRequest) -> None:
         fitted = fitted.model_copy(update={key: getattr(machine, key) for key in same})
     sources = few((path.name for path in request.runs), 4)
     write_texts([(out, fitted.to_toml(f"Learned from {len(chosen)} runs of {sources}."))])
-    doubts = [*unused(read), *learned.doubts]
+    doubts = [*unused(runs), *learned.doubts]
     doubts += beaten(chosen, learned.calibration, learned.runs)
     paragraphs = [report(summarize(predict(chosen, learned.calibration))), "\n".join(doubts)]
     paragraphs.append(f"wrote {out}: {fitted.name}")
@@ -235,7 +236,7 @@ def calibrate(request: CalibrateRequest) -> None:
 
 
 def intervals_text(intervals: "Intervals") -> str:
-    """Widths of the intervals, and the share of the runs of each left-out source within."""
+    """Widths of the intervals, and the share of each left-out source's runs that lie within."""
     devices = sorted(intervals.well_measured)
     other = intervals.seconds_width("")
     known = intervals.seconds_width(devices[0]) if devices else other
@@ -281,8 +282,8 @@ def report(validation: "Validation") -> str:
             f"selection in {chosen.groups} groups: mean regret {chosen.mean_regret:.1%}, "
             f"worst {chosen.worst_regret:.1%}, {chosen.out_of_memory} picks out of memory"
         )
-    off = [p for p in validation.predictions if p.error is not None]
-    if worst := sorted(off, key=lambda p: -abs(p.error or 0.0))[:_NUM_WORST]:
+    compared = [p for p in validation.predictions if p.error is not None]
+    if worst := sorted(compared, key=lambda p: -abs(p.error or 0.0))[:_NUM_WORST]:
         rows = [
             (
                 *(p.run.id, p.run.model[:28]),
@@ -324,7 +325,7 @@ def _unpriced(validation: "Validation") -> list[str]:
 
 
 def _errors(validation: "Validation", *, by_source: bool = True) -> str:
-    """A row of statistics for each source, and of step times by the kind of the model."""
+    """Table of errors: of each source, of dense and of MoE models, and of memory."""
     kinds = {"dense step time": validation.dense, "MoE step time": validation.moe}
     rows = {**validation.by_source, **kinds, "memory": validation.memory} if by_source else kinds
     return table(

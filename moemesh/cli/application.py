@@ -23,8 +23,7 @@ from moemesh.config.errors import ConfigError, is_user_error, refuse_together
 from moemesh.trace.machine import limit_spinning
 from moemesh.trace.strict_json import strict_json
 
-#: Columns of an example in the help, which can be copied, without two of indentation by click and
-#: four of its own.
+#: Columns of an example in the help, after two of indentation by click and four of its own.
 _COLUMNS, _INDENT = 72, "    "
 #: System errors of a path that the user chose, a full disk included.
 _OF_A_PATH = (
@@ -152,10 +151,10 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
         from moemesh.comm.slurm import rank_of
 
         message, code = str(error), USER_ERROR
-        if isinstance(error, RuntimeError) and "home directory" in message:  # of pathlib
+        if isinstance(error, RuntimeError) and "home directory" in message:  # raised by pathlib
             message = "a path begins with ~ and the name of an unknown user: write it in full"
         elif isinstance(error, OSError) and error.filename == getattr(sys.stdout, "name", ""):
-            # What is left in its buffer goes to the null device.
+            # The interpreter flushes the rest of the buffer at its exit: into the null device.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             message, code = f"standard output cannot be written: {error.strerror}", 1
         elif (
@@ -185,7 +184,7 @@ def print_answer(
 def load(
     config: Path | None, overrides: list[str] | None, *, with_data: bool = False
 ) -> "Resolved":
-    """The configuration of these sources; notes on them are printed to stderr, once for all ranks.
+    """The configuration of a file and of --set. Its notes are printed to stderr, by one rank only.
 
     A rank of our launcher reads the configuration that the launcher has resolved. Raises
     ConfigError with every problem; `with_data` includes problems of the data.

@@ -71,8 +71,8 @@ _ARGUMENTS = {
 
 def nearest_verb(word: str, group: str) -> str:
     """The verb most likely meant by `word` after `group` ("" for the command itself): by another
-    tool's name, by our name on another level, or by spelling; "" without a match. Verbs of another
-    group have another subject."""
+    tool's name, by our name on another level, or by spelling; "" without a match. Verbs of other
+    groups do not count, since their subjects are others."""
     in_group = [verb for verb in VERBS if verb.rpartition(" ")[0] == group]
     others = [verb for verb in VERBS if not group or " " not in verb]
     tables = [
@@ -95,7 +95,7 @@ class _CommandLine:
             return super().parse_args(ctx, list(args))  # type: ignore[misc]
         except _Usage as error:
             if not args and isinstance(self, Group):
-                raise  # the help
+                raise  # a group without words: typer prints its help
             raise _refusal(ctx, *_problems(self, ctx, args)) from error
 
     def invoke(self, ctx: Any) -> Any:
@@ -150,7 +150,7 @@ def _problem_of(error: Any, ctx: Any) -> Problem:
 
 
 def _names(command: Any, given: Any) -> Iterator[Problem]:
-    """Problems of names of models and clusters, to be reported with those of options."""
+    """Problems of the names of models and clusters that are values of options and arguments."""
     from moemesh.config.cluster import load_cluster
     from moemesh.planner.shapes.load_shape import load_model
 
@@ -169,15 +169,18 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Problem]:
     """Problems of unknown words, and of parameters without a legal value."""
     params = command.get_params(ctx)
     options = {name: param for param in params for name in param.opts if name[0] == "-"}
-    words, valid = deque(args), list[str]()  # left to read; known options and arguments
-    broken: set[str] = set()  # names of parameters with a problem
-    is_sure = True  # whether a missing argument is a mistake
-    shown: dict[str, Any] = {}  # values of parameters in the examples of the verb's help
+    # Values of parameters in the examples of the verb's help; those of the first example win.
+    examples: dict[str, Any] = {}
     for line in reversed(re.sub(r"\\\n +", "", command.help or "").splitlines()):
         if line.strip().startswith(f"{ctx.command_path} "):
             given = shlex.split(line)[len(ctx.command_path.split()) :]
-            shown |= command.make_parser(ctx).parse_args(args=given)[0]
-    shown = {name: v[0] if isinstance(v, list) else v for name, v in shown.items() if v}
+            examples |= command.make_parser(ctx).parse_args(args=given)[0]
+    examples = {name: v[0] if isinstance(v, list) else v for name, v in examples.items() if v}
+    # Unknown options, and options without a value.
+    words = deque(args)  # not yet read
+    valid: list[str] = []  # known options with their values, and arguments
+    broken: set[str] = set()  # names of parameters with a problem
+    is_sure = True  # whether a missing argument is a mistake
     while words:
         word = words.popleft()
         name, equals, value = word.partition("=")
@@ -199,9 +202,10 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Problem]:
             valid.append(word)
         elif not words or words[0].partition("=")[0] in options:
             broken.add(param.name)
-            yield _wrong(param, name, "needs a value", None, shown.get(param.name))
+            yield _wrong(param, name, "needs a value", None, examples.get(param.name))
         else:
             valid += [word, words.popleft()]
+    # Values of the other words: missing, illegal, and too many.
     try:
         opts, rest, _ = command.make_parser(ctx).parse_args(args=[*valid, *words])
     except _Usage as error:
@@ -226,11 +230,11 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Problem]:
                 param.handle_parse_result(ctx, opts, rest)
         except _Usage as error:
             if is_option or is_sure or value is not None:
-                name, example = param.opts[0], shown.get(param.name)
+                name, example = param.opts[0], examples.get(param.name)
                 if not is_option:
                     name = param.metavar or param.name.upper()
                     values = (
-                        (opts.get(argument.name) or shown[argument.name]) for argument in needed
+                        (opts.get(argument.name) or examples[argument.name]) for argument in needed
                     )
                     example = f"{ctx.command_path} {shlex.join(map(str, values))}"
                 reason = error.message if value else "is missing"
@@ -274,8 +278,8 @@ def _wrong(param: Any, name: str, reason: str, value: Any, example: str | None) 
     if name == "--hours":
         use = f"{name} {_hours(given)}"
     message = f"{name}: {reason.rstrip('.')}"
-    reads = getattr(getattr(kind, "parameter_info", None), "parser", getattr(kind, "func", None))
-    if reads is None and type_name in ("int", "flo"):
+    parser = getattr(getattr(kind, "parameter_info", None), "parser", getattr(kind, "func", None))
+    if parser is None and type_name in ("int", "flo"):
         message = f"{name} must be a {'whole ' * (type_name == 'int')}number, not {given}"
         use = f"{name} {param.default}, the default" if param.default is not None else use
         number = math.nan  # compares false with every bound
@@ -290,8 +294,8 @@ def _wrong(param: Any, name: str, reason: str, value: Any, example: str | None) 
 
 
 def _hours(text: str) -> str:
-    """The hours of a clock (12:30:00, 1-12:00:00 in Slurm) or of a number with a unit (90m); of
-    other texts an example."""
+    """The number of hours in a time (12:30:00, 1-12:00:00 in Slurm) or in a number with a unit
+    (90m); for any other text an example."""
     if clock := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?", text):
         days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
         return f"{days * 24 + hours + minutes / 60 + seconds / 3600:g}"
@@ -302,7 +306,7 @@ def _hours(text: str) -> str:
 
 def _argument(name: str, value: str, arguments: Iterable[Any], command: str) -> str:
     """The command with `value` as the argument for which other tools have the option `name`; "" if
-    it is none."""
+    no argument is meant."""
     word, arguments = name.lstrip("-").replace("_", "-"), list(arguments)
     for param in arguments if value else ():
         if word == param.name or word in _ARGUMENTS.get(param.name, ()):

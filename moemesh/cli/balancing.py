@@ -128,7 +128,7 @@ def balance(settings: BalanceSettings, as_json: AsJson = False) -> None:
     with progress("placing experts", quiet=as_json):
         try:
             placed = place(settings)
-        except BalanceError as error:  # it has the parameter names of the function
+        except BalanceError as error:  # its parameter names become options: num_gpus, --gpus
             raise BalanceError(re.sub(r"\bnum_(?=[rng])", "--", str(error))) from None
     answer = strict_json(placed.to_json())
     texts = [] if settings.out is None else [(settings.out, answer)]
@@ -246,8 +246,8 @@ def _refuse_without_effect(settings: BalanceSettings) -> None:
 
 
 def _by_redundant(loads: Any, settings: BalanceSettings) -> dict[int, Any]:
-    """Balance of each layer by the number of redundant experts, of the packings that a search
-    starts from; empty where the number of slots was given."""
+    """Number of redundant experts -> balance of each layer in the packing that a search starts
+    from; empty if the number of slots was given."""
     from moemesh.balance import balance_of, gpu_loads
     from moemesh.balance.compiled import plain_loops
     from moemesh.balance.inputs import check_shape
@@ -269,7 +269,7 @@ def _by_redundant(loads: Any, settings: BalanceSettings) -> dict[int, Any]:
 
 
 def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Placed:
-    """Few moves from the placement in use, or with `shares` none."""
+    """The placement after few moves from the one in use; with `shares` no replica moves."""
     import numpy as np
 
     from moemesh import balance

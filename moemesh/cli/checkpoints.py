@@ -137,7 +137,7 @@ def ls(place: Place, as_json: AsJson = False) -> None:
             written = written_at(selected.path(step) / MANIFEST)
             row["age_seconds"] = max(time.time() - written, 0.0)
         rows.append({**row, "problem": state.problem})
-    left, losses = unfinished(selected.folder), validated(selected.folder)
+    leftovers, losses = unfinished(selected.folder), validated(selected.folder)
     cells: list[tuple[str, ...]] = []
     for row in rows:
         if "bytes" not in row:
@@ -157,14 +157,14 @@ def ls(place: Place, as_json: AsJson = False) -> None:
     ]
     lines += [
         f"{name}: being written or deleted, or left over from a run that was killed"
-        for name in left
+        for name in leftovers
     ]
     if losses:
         loss, step = losses[0]
         lines.append(f"step {step} has the lowest validation loss, {loss:.4f}: --best reads it")
     best = losses[0][1] if losses else None
     content = {"folder": str(selected.folder), "checkpoints": rows, "best": best}
-    content["unfinished"] = left
+    content["unfinished"] = leftovers
     print_answer(as_json, lambda: content, lambda: "\n".join(lines), indent=1)
 
 
@@ -213,7 +213,7 @@ def verify(
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             faults = [f"numbers that are not finite: {', '.join(names[:3])}{more}"]
         state = "DAMAGED" if damages else f"{format_bytes(size)} are intact"
-        if not as_json:  # as soon as each is read
+        if not as_json:  # printed as soon as the checkpoint is read
             typer.echo("\n  ".join([f"{selected.path(step)}: {state}", *faults]))
     if as_json:
         typer.echo(strict_json({"folder": str(selected.folder), "checkpoints": content}, indent=1))
@@ -221,8 +221,8 @@ def verify(
 
 
 def by_file(damages: "Sequence[Damage]") -> list[str]:
-    """The first damage of each file, and the number of further damages and their tensors: a cut
-    file has one for each chunk after the cut."""
+    """The first damage of each file, and the number of further damages and their tensors: a
+    truncated file has a damage for each missing chunk."""
     lines, groups = list[str](), defaultdict[str, "list[Damage]"](list)
     for damage in damages:
         groups[damage.file].append(damage)
@@ -318,12 +318,12 @@ def diff(
     a, b = (open_stored(place.folder, place.steps[0]) for place in (find(first), find(second)))
     ours, theirs = set(a.names()), set(b.names())
     rows: list[dict[str, Any]] = []
-    others: list[str] = []
+    mismatches: list[str] = []  # of shapes or dtypes
     for name in sorted(ours & theirs):
         left, right = a.entry(name), b.entry(name)
         if (left.shape, left.dtype) != (right.shape, right.dtype):
             kinds = (f"{entry.dtype} {list(entry.shape)}" for entry in (left, right))
-            others.append(f"{name}: {' and '.join(kinds)}")
+            mismatches.append(f"{name}: {' and '.join(kinds)}")
         elif (numbers := difference(a, b, name)).num_different:
             rows.append({"tensor": name, "dtype": left.dtype, **numbers._asdict()})
     rows.sort(key=lambda row: (-row["relative"], row["tensor"]))
@@ -333,9 +333,9 @@ def diff(
     content: dict[str, Any] = {
         "first": str(a.path),
         "second": str(b.path),
-        "equal": len(ours & theirs) - len(rows) - len(others),
+        "equal": len(ours & theirs) - len(rows) - len(mismatches),
         "different": rows,
-        "other_shape_or_dtype": others,
+        "other_shape_or_dtype": mismatches,
         "only_in_first": sorted(ours - theirs),
         "only_in_second": sorted(theirs - ours),
         "state": states,
@@ -359,7 +359,7 @@ def diff(
         if any(row["num_nonfinite"]):
             in_a, in_b = row["num_nonfinite"]
             lines.append(f"{row['tensor']}: {in_a} numbers in A and {in_b} in B are not finite")
-    lines += others
+    lines += mismatches
     for key, side in (("only_in_first", "A"), ("only_in_second", "B")):
         names: list[str] = content[key]
         lines += [f"{name}: only in {side}" for name in names[:most]]
@@ -373,4 +373,4 @@ def diff(
         f"{len(content['only_in_first'])} are only in A, {len(content['only_in_second'])} only in B"
     )
     print_answer(as_json, lambda: content, lambda: "\n".join(lines), indent=1)
-    raise typer.Exit(int(bool(rows or others or ours ^ theirs)))
+    raise typer.Exit(int(bool(rows or mismatches or ours ^ theirs)))

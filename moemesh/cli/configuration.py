@@ -119,7 +119,7 @@ def config_diff(
     texts: list[str] = []
     origins: list[dict[str, str]] = []
     for path in (first, second):
-        if path.is_dir():  # a run's record is not resolved
+        if path.is_dir():  # the record of a run is read as it is
             texts.append(resolved_toml(load_recorded(path / RUN_CONFIG)))
             origins.append(dict.fromkeys(all_keys(), str(path / RUN_CONFIG)))
         else:

@@ -186,7 +186,7 @@ def _progress(num_bytes: int, num_files: int) -> Iterator[Callable[[int, int, in
 
 def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: int) -> str:
     """Every sample under a header line, with a line before each document."""
-    # Without colours the marks of a pipe (https://no-color.org).
+    # A terminal without colours (https://no-color.org) gets the marks of a pipe.
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     on_terminal = sys.stdout.isatty() and not is_plain
     marked = not all(preview.learned.all() for preview in shown)
@@ -195,18 +195,18 @@ def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
         if samples.masks_documents
         else "attention and positions continue across documents"
     )
-    look = "green" if on_terminal else f"{_OPEN} {_CLOSE}"
-    loss = f"targets that carry loss are in {look}" if marked else "all targets carry loss"
+    mark = "green" if on_terminal else f"{_OPEN} {_CLOSE}"
+    loss = f"targets that carry loss are in {mark}" if marked else "all targets carry loss"
     lines = [
         f"{samples.num_tokens:,} tokens, {samples.num_training:,} training samples of "
         f"{samples.seq_len:,}\n{borders}; {loss}"
     ]
     for preview in shown:
-        step, place = preview.position // global_batch + 1, preview.position % global_batch + 1
+        step, sequence = preview.position // global_batch + 1, preview.position % global_batch + 1
         with_loss = f"{int(preview.learned.sum()):,} of {samples.seq_len:,} targets carry loss"
         lines += [
             "",
-            f"=== step {step}, sequence {place} of {global_batch}: sample {preview.sample:,} of "
+            f"=== step {step}, sequence {sequence} of {global_batch}: sample {preview.sample:,} of "
             f"{visible(preview.source)}, from token {preview.offset:,} on; {with_loss}",
         ]
         document = None
@@ -214,12 +214,12 @@ def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
             if piece.document != document:
                 document = piece.document
                 first = int((preview.documents == document).argmax())
-                place = f"--- document {document:,}, position "
+                title = f"--- document {document:,}, position "
                 is_inside = first < samples.seq_len
-                place += f"{preview.positions[first]}" if is_inside else "of the last target"
+                title += f"{preview.positions[first]}" if is_inside else "of the last target"
                 if first == 0 and preview.continued:
-                    place += f", from its token {preview.continued:,} on"
-                lines += [f"{_CYAN}{place}{_PLAIN}" if on_terminal else place, ""]
+                    title += f", from its token {preview.continued:,} on"
+                lines += [f"{_CYAN}{title}{_PLAIN}" if on_terminal else title, ""]
             # Control characters of a text must not reach the terminal.
             text = "".join(
                 sign if sign in "\n\t" or sign.isprintable() else f"\\u{ord(sign):04x}"

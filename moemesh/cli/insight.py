@@ -28,6 +28,7 @@ Cluster = Annotated[
 ]
 #: Seconds between updates on a terminal, and between lines elsewhere.
 _TERMINAL_SECONDS, _PIPE_SECONDS = 2.0, 30.0
+#: Most seconds between two reads of a run's files without a terminal.
 _POLL_SECONDS = 1.0
 RunFolder = Annotated[Path, "Folder of a run.", "<RUN>"]
 

@@ -339,7 +339,7 @@ def dispatch_text(example: "RoutingExample") -> str:
             lines.append(f"  {title}")
             if len(rows) > MOST_RANKS:
                 continue
-            # Rows by pair of ranks, in brackets those that stay; the sums are of rows over wires.
+            # Rows by pair of ranks; rows that stay on a rank are in brackets and not in the sums.
             matrix: list[tuple[str, ...]] = []
             for sender, line in enumerate(rows):
                 cells = [f"({n})" if to == sender else str(n) for to, n in enumerate(line)]

@@ -110,7 +110,7 @@ def links_text(result: dict[str, Any]) -> str:
     )
 
 
-#: Lowest rate of one device and direction in bytes/s -> kind of links inside a node, and between
+#: (lowest rate of one device in one direction, bytes/s; kind of links) inside a node and between
 #: nodes.
 _INSIDE = (
     (100e9, "NVLink or NVSwitch, direct from device to device"),
@@ -319,7 +319,7 @@ def cluster_text(cluster: "Cluster") -> str:
 
 
 def _facts(cluster: "Cluster") -> dict[str, Any]:
-    """Object for --json."""
+    """The JSON object of a cluster."""
     from moemesh.planner.timing.price import pricing
 
     return cluster.model_dump(mode="json", exclude={"links", "constants"}) | {

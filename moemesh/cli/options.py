@@ -89,25 +89,25 @@ def with_options(
 
     A field or parameter is annotated `Annotated[type, help]`, `Annotated[type, help, metavar]` or
     `Annotated[type, help, keywords]`; the metavar of an argument is "<OUT>". Keywords are those of
-    `typer.Option` (`min`, ...), `names` the option's own names (a bool has no `--no-` name of
-    itself), and `tokens` True for a number of tokens ("4k"), "any sign" if the verb checks the
-    sign. An option of typer may be given instead. `completions`: completion of values by the name
-    of the field, in addition to :data:`BY_FIELD`.
+    `typer.Option` (`min`, ...); `names`, the names of the option (by default a bool has no `--no-`
+    form); and `tokens`, True for a number of tokens ("4k"), "any sign" if the verb checks the sign.
+    An option of typer may be given instead. `completions`: field -> completion of its values, in
+    addition to :data:`BY_FIELD`.
     """
     signature = inspect.signature(verb)
     parameters = list(signature.parameters.values())
-    kind: Any = parameters[0].annotation if parameters else None
+    request_type: Any = parameters[0].annotation if parameters else None
     names: list[str] = []
-    if is_dataclass(kind):
-        hints = get_type_hints(kind, include_extras=True)
-        names = [item.name for item in fields(kind)]
+    if is_dataclass(request_type):
+        hints = get_type_hints(request_type, include_extras=True)
+        names = [item.name for item in fields(request_type)]
         parameters[:1] = [
             parameters[0].replace(
                 name=item.name,
                 default=inspect.Parameter.empty if item.default is MISSING else item.default,
                 annotation=hints[item.name],
             )
-            for item in fields(kind)
+            for item in fields(request_type)
             if get_origin(hints[item.name]) is Annotated
         ]
     for place, parameter in enumerate(parameters):
@@ -119,24 +119,24 @@ def with_options(
             make, metavar = typer.Option, keywords.get("metavar", "")
             if metavar.startswith("<"):
                 keywords["metavar"], make = metavar[1:-1], typer.Argument
-            usual = (f"--{name.replace('_', '-')}",) if value is bool else ()
-            flags = keywords.pop("names", usual)
+            default = (f"--{name.replace('_', '-')}",) if value is bool else ()
+            flags = keywords.pop("names", default)
             if parser := keywords.pop("tokens", False):
                 parser = tokens_of_any_sign if parser == "any sign" else tokens
                 keywords = {"parser": parser, "metavar": "N"} | keywords
             if complete := completions.get(name) or BY_FIELD.get(name):
                 keywords["autocompletion"] = complete
             hint = Annotated[value, make(*flags, help=text, **keywords)]
-        way = inspect.Parameter.KEYWORD_ONLY
-        parameters[place] = parameter.replace(kind=way, annotation=hint)
+        keyword_only = inspect.Parameter.KEYWORD_ONLY
+        parameters[place] = parameter.replace(kind=keyword_only, annotation=hint)
 
     @wraps(verb)
     def of_request(**given: Any) -> None:
         values = {name: given.pop(name) for name in names if name in given}
-        verb(kind(**values), **given)
+        verb(request_type(**values), **given)
 
     call: Any = of_request if names else verb
-    # typer reads both, and would follow `__wrapped__` to those of the verb.
+    # typer reads signature and annotations, and would follow `__wrapped__` to those of the verb.
     call.__signature__ = signature.replace(parameters=parameters)
     call.__annotations__ = {p.name: p.annotation for p in parameters}
     vars(call).pop("__wrapped__", None)

@@ -67,6 +67,7 @@ _MEMORY_NOTE = (
     "states: weights, gradients and optimizer; activations: kept for the backward; working: what "
     "exists while one layer runs; libraries: of device, collectives, kernels"
 )
+#: Units of a number of parameters.
 _LARGE = (("T", 10**12), ("B", 10**9), ("M", 10**6))
 
 
@@ -82,21 +83,22 @@ def estimate_text(priced: Estimate, cache: CacheSize | None = None) -> str:
     low, high = map(_size, priced.memory_interval)
     blocks = layer_intensities(priced.shape, priced.layout)
     intensities = ", ".join(f"{name} {value:,.0f}" for name, value in blocks.items())
-    each = kv_cache_bytes(priced.shape, 1, 1)
+    token_bytes = kv_cache_bytes(priced.shape, 1, 1)
     lines = [
         f"model       {total_parameters} parameters, {active} active   ({priced.shape.name})",
         f"plan        {priced.layout.world_size} devices   {priced.text or priced.layout.key}",
         f"arithmetic  {causal:.2f} GFLOP a token (causal), {full:.2f} (full attention)",
         f"intensity   {intensities} FLOP/byte in a microbatch; the device is bound",
         f"            by arithmetic from {priced.device_balance:,.0f} FLOP/byte on, else by memory",
-        f"KV cache    {each:,.0f} B a token of context in 16 bit, over all ranks",
+        f"KV cache    {token_bytes:,.0f} B a token of context in 16 bit, over all ranks",
     ]
     if cache is not None:
-        whole, intensity = kv_cache_bytes(priced.shape, *cache), decoding_intensity(cache.batch, 2)
+        size, intensity = kv_cache_bytes(priced.shape, *cache), decoding_intensity(cache.batch, 2)
         lines += [
-            f"            {_size(whole)} for {cache.batch:,} sequences of {cache.tokens:,} tokens",
+            f"            {_size(size)} for {cache.batch:,} sequences of {cache.tokens:,} tokens",
             f"            decoding one token of each: {intensity:,.0f} FLOP/byte of the weights",
         ]
+    # Whether the layout fits: with balanced and with the worst routing, else the nearest that does.
     lines += [
         "",
         f"memory      {format_bytes(priced.peak.needed)} {PREDICTED_PEAK}, of "
@@ -138,6 +140,7 @@ def estimate_text(priced: Estimate, cache: CacheSize | None = None) -> str:
     lines.append(
         f"            (what is {PREDICTED_HELD}, below, and what allocator and libraries add)"
     )
+    # Tables of memory by rank, of traffic, and of the parts of a step.
     ranks = memory.first, memory.last, memory.worst
     held = [
         (part.replace("_", " "), *(format_bytes(getattr(rank, part)) for rank in ranks))
@@ -242,6 +245,7 @@ def plan_text(
         lines += wrapped(f"still to choose in it: {still_to_choose(planned, best)}") if file else []
     if not explain:
         return "\n".join([*lines, "more: --explain, --html FILE, --why PLAN, --headroom, --tokens"])
+    # With --explain: the parts of time and memory, the limits, and the command.
     memory = best.memory
     parts = memory_parts(best)
     held = ", ".join(f"{name} {_size(size)}" for name, size in parts if size >= 1)
@@ -274,11 +278,12 @@ def plan_text(
     if planned.advice.why_not:
         lines += ["", "faster than the first, and too large for the memory:"]
         lines += [line for why in planned.advice.why_not for line in wrapped(f"- {why}", "  ")]
-    proof, floor = planned.certificate, planned.certificate.compute_floor_seconds
+    proof = planned.certificate
     lines += [
         "",
         *wrapped(
-            f"computing alone takes {floor:.3f} s a step; left out: {counted(proof.rejected)}"
+            f"computing alone takes {proof.compute_floor_seconds:.3f} s a step; left out: "
+            f"{counted(proof.rejected)}"
         ),
         *wrapped(f"assumed: {'; '.join(proof.assumptions)}"),
         *(
@@ -399,9 +404,9 @@ def risk_of_memory(planned: PlannedAnswer) -> str:
     rank = first.memory.rank * first.layout.stage_ranks
     worst = worst_routing(planned.model, first.layout, _exact_plan(planned), rank=rank)
     crowded = first.memory.needed + (0.0 if worst is None else worst.more_bytes)
-    crowd = "" if crowded <= usable * device else f"the worst routing needs {_size(crowded)}"
+    routing = "" if crowded <= usable * device else f"the worst routing needs {_size(crowded)}"
     if planned.is_safe(first):
-        risk = f"risk: {crowd or 'none seen'}; the 80 % interval of 1 {end}"
+        risk = f"risk: {routing or 'none seen'}; the 80 % interval of 1 {end}"
         faster = [
             (n, candidate)
             for n, candidate in enumerate(others, 2)
@@ -412,7 +417,7 @@ def risk_of_memory(planned: PlannedAnswer) -> str:
         number, candidate = min(faster, key=lambda pair: pair[1].seconds)
         reaches = _size(planned.memory_interval(candidate).high)
         return f"{risk}; that of {number}, which is faster, ends at {reaches}"
-    risk = f"risk: 1 may run out of memory: its 80 % interval {end}{crowd and f', {crowd}'}"
+    risk = f"risk: 1 may run out of memory: its 80 % interval {end}{routing and f', {routing}'}"
     for number, candidate in enumerate(others, start=2):
         if planned.is_safe(candidate):
             slower = candidate.seconds / first.seconds - 1
@@ -578,6 +583,7 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
         rows=_axis_rows(priced.traffic),
         num_names=2,
     )
+    # Pictures of the time and of the memory of each layout, by part.
     order, bars = {name: place for place, name in enumerate(PARTS)}, list[StackedBar]()
     for number, candidate in enumerate(planned.candidates, start=1):
         shares = sorted(step_parts(candidate.breakdown), key=lambda share: order.get(share[0], 99))
@@ -600,6 +606,7 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
     usable = f"usable: {_size(capacity)} ({planned.pricing.usable_share:.1%})"
     summary = f"{memory}; {usable}."
     memory_picture = stacked_bars("layout-memory", memory, summary, bars, mark=usable)
+    # The chapters of the page.
     cards = [("Layout", [*effective.items()]), ("Figures", [*zip(heads, rows[0], strict=True)])]
     code = "\n".join(command_lines(planned, best, arguments))
     pairs = (line.rpartition(": ") for line in planned.advice.why_not)

@@ -152,25 +152,25 @@ def preparation_text(prepared: "Preparation") -> str:
     plan, train, data = config.plan, config.train, config.data
     disk_note = disk_warning(config, folder.checkpoints)
     resume = "nothing there: a new run"
-    if steps := prepared.steps:
-        more = f", the newest of {len(steps)}" if len(steps) > 1 else ""
-        resume = f"from {folder.checkpoints / f'step-{steps[0]}'}{more}"
+    if saved_steps := prepared.steps:
+        more = f", the newest of {len(saved_steps)}" if len(saved_steps) > 1 else ""
+        resume = f"from {folder.checkpoints / f'step-{saved_steps[0]}'}{more}"
     elif folder.has_run:
         resume = f"{folder.path} holds a run without a checkpoint: from the first step"
     recorded = prepared.request.readable.config
     # With many ranks, check the first of each stage.
     step = 1 if plan.world_size <= MOST_RANKS else plan.world_size // plan.pp
-    each = (predicted_memory(recorded, rank) for rank in range(0, plan.world_size, step))
-    worst = max(each, key=lambda profile: profile.peak)
+    profiles = (predicted_memory(recorded, rank) for rank in range(0, plan.world_size, step))
+    worst = max(profiles, key=lambda profile: profile.peak)
     whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the fullest rank"
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in DEGREES)
     ends = plural(train.steps, "step") if train.epochs is None else f"{train.epochs:g} epoch(s)"
     facts: list[str] = []
     if (samples := prepared.samples) is not None:  # the data was read
-        steps = train.steps
+        num_steps = train.steps
         if train.epochs is not None:
-            steps = samples.steps(train.epochs, data.global_batch)
-        facts += samples.reading(steps, data.global_batch)
+            num_steps = samples.steps(train.epochs, data.global_batch)
+        facts += samples.reading(num_steps, data.global_batch)
         counts = samples.num_training, samples.num_validation
         facts.append("samples  {:,} for training, {:,} for validation".format(*counts))
         facts += samples.loss_lines(data.tokenizer)
@@ -178,9 +178,9 @@ def preparation_text(prepared: "Preparation") -> str:
     files = [*FILES, *([] if has_name(plan) else ["schedule.txt"])]
     checkpoints, last = f"{train.checkpoints_kept} kept", train.steps
     if train.epochs is None:
-        saved = min(train.checkpoint_every or last, last)
-        more = f" and further ones, {checkpoints}" if saved < last else ""
-        files.append(f"checkpoints/step-{saved}{more}")
+        first = min(train.checkpoint_every or last, last)
+        more = f" and further ones, {checkpoints}" if first < last else ""
+        files.append(f"checkpoints/step-{first}{more}")
     else:
         files.append(f"checkpoints/step-N, {checkpoints}")
     lines = [
@@ -272,8 +272,9 @@ def launch(request: LaunchRequest) -> None:
         message = "give one of --local, --torchrun, --slurm, --k8s, --sky"
         raise typer.BadParameter(f"{message}; fix: {fix}")
     (launcher,) = launchers
-    words = {"slurm": ("hours", "partition", "account"), "k8s": ("image",), "sky": ("accelerator",)}
-    for other, names in words.items():
+    options_of = {"slurm": ("hours", "partition", "account")}
+    options_of |= {"k8s": ("image",), "sky": ("accelerator",)}
+    for other, names in options_of.items():
         if other != launcher and (options := given(request, *names)):
             raise typer.BadParameter(f"{options[0]} goes with --{other}, not --{launcher}")
     if launcher == "local" and (options := given(request, "ranks_per_node", "file")):
@@ -282,10 +283,10 @@ def launch(request: LaunchRequest) -> None:
     run = resolved.config
     if problems := refusals(run):
         raise ConfigError(problems)
-    planned, each = run.plan.ranks_per_node, request.ranks_per_node
-    if each is not None and planned not in (None, each):
+    planned, given_ranks = run.plan.ranks_per_node, request.ranks_per_node
+    if given_ranks is not None and planned not in (None, given_ranks):
         message = f"conflicts with plan.ranks_per_node = {planned}: both are the ranks of a node"
-        fix = f"--ranks-per-node {planned}, or --set plan.ranks_per_node={each}"
+        fix = f"--ranks-per-node {planned}, or --set plan.ranks_per_node={given_ranks}"
         raise typer.BadParameter(f"{message}; fix: {fix}", param_hint="--ranks-per-node")
     name = config.stem if config else run.model_preset
     folder = (request.out or Path("runs") / name).expanduser().absolute()
@@ -296,7 +297,7 @@ def launch(request: LaunchRequest) -> None:
         [*arguments, "--out", str(folder)],
         folder,
         run.plan.world_size if launcher == "local" else request.ranks_per_node,
-        **{word: getattr(request, word) for names in words.values() for word in names},
+        **{name: getattr(request, name) for names in options_of.values() for name in names},
         programs=str(Path(sys.executable).parent),
         directory=str(Path.cwd()),
     )

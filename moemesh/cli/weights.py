@@ -217,13 +217,13 @@ def generate(request: GenerateRequest) -> None:
     """
     from moemesh.train.weights.weight_sources import local_source
 
-    need = '; fix: --prompt "What is 3 + 4?"'
+    with_fix = '; fix: --prompt "What is 3 + 4?"'
     texts = [text for text in (request.prompt, request.prompts) if text is not None]
     lacks_chat = request.system is not None and not request.chat
     for is_wrong, option, message in (
         (len(texts) > 1, "--prompts", "conflicts with --prompt; fix: give one of them"),
-        (not texts and not request.chat, "--prompt", f"is missing{need}"),
-        (not texts and request.as_json, "--json", f"answers one --prompt{need}"),
+        (not texts and not request.chat, "--prompt", f"is missing{with_fix}"),
+        (not texts and request.as_json, "--json", f"answers one --prompt{with_fix}"),
         (lacks_chat, "--system", "is a turn of a conversation; fix: add --chat"),
     ):
         if is_wrong:
@@ -264,7 +264,7 @@ def scores(request: ScoresRequest) -> None:
     )
 
     request = replace(request, source=local_source(request.source))
-    # Before torch, which takes seconds, is imported, and before any work.
+    # Report mistakes before torch, which takes seconds, is imported.
     for path, kind in ((request.out, '{\n "model"'), (request.svg, "<svg")):
         if path is not None and path.exists():
             check_target(path, kind)

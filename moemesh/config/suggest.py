@@ -42,8 +42,8 @@ def aliases() -> dict[str, str]:
 
 
 def hints() -> list[tuple[tuple[str, ...], str]]:
-    """Pairs: names of other trainers (or patterns of names) for which moemesh has no key, and a
-    sentence on the alternative."""
+    """(names of other trainers without a key here, or patterns of them; a sentence on the
+    alternative)."""
     return [(tuple(entry["names"]), str(entry["hint"])) for entry in _table()["other"]]
 
 
@@ -67,8 +67,7 @@ def alias_hint(name: str) -> str:
 
 
 def spelled_hint(name: str) -> str:
-    """:func:`alias_hint` of a word that `name` spells otherwise, as grad_accum for
-    gradient_accumulation."""
+    """:func:`alias_hint` for other spellings of such a word: grad_accumulation."""
     return next((_answers()[word] for word in same_words(name, _answers())), "")
 
 
@@ -107,8 +106,8 @@ def nearest_name(value: str, choices: Sequence[str], *, any_number: bool = False
 def nearest_choice(
     value: str, choices: Sequence[str], key: str = "", *, any_number: bool = False
 ) -> str:
-    """The fix for a wrong `value` of `key`: its :func:`alias_hint` if there is one, else the
-    nearest of the legal `choices` and, unless they are too many, all of them."""
+    """The fix for a wrong `value` of `key`, whose legal ones are `choices`: the one with the same
+    meaning, or the nearest and, unless they are too many, all of them."""
     if key and (hint := alias_hint(f"{key}={value}")):
         return hint
     near, listed = nearest_name(value, choices, any_number=any_number), ", ".join(choices)
@@ -136,14 +135,14 @@ def close_names(word: str, names: Iterable[str], *, any_number: bool = False) ->
     numbers = _numbers(folded)
     near: dict[str, tuple[float, int]] = {}
     for name in names:
-        ratio, name_numbers = SequenceMatcher(None, name, folded).ratio(), _numbers(name)
+        ratio, others = SequenceMatcher(None, name, folded).ratio(), _numbers(name)
         # One letter removed, added or changed, or two neighbours swapped, after an equal start.
         ends = ((folded[i:], name[i:]) for i in range(len(folded) + 1) if folded[:i] == name[:i])
         is_edit = len(folded) > 1 and any(
             to in (a[1:], to[:1] + a, to[:1] + a[1:], a[1:2] + a[:1] + a[2:]) for a, to in ends
         )
-        if (ratio >= 0.75 or is_edit) and (any_number or name_numbers == numbers):
-            distance = sum(abs(a - b) for a, b in zip(name_numbers, numbers, strict=False))
+        if (ratio >= 0.75 or is_edit) and (any_number or others == numbers):
+            distance = sum(abs(a - b) for a, b in zip(others, numbers, strict=False))
             near[name] = -ratio, distance
     best = sorted(near, key=lambda name: near[name])[:3]
     return [name for name in best if near[name][0] < near[best[0]][0] + 0.05]
