@@ -161,7 +161,7 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
             isinstance(error, OSError)
             and error.filename
             and error.errno in _OF_A_PATH
-            and "RANK" not in os.environ
+            and "RANK" not in os.environ  # the launcher of a rank reports its traceback
         ):
             message = f"{error.filename}: {error.strerror}"
         elif not is_user_error(error):

@@ -72,7 +72,7 @@ _ARGUMENTS = {
 def nearest_verb(word: str, group: str) -> str:
     """The verb most likely meant by `word` after `group` ("" for the command itself): by another
     tool's name, by our name on another level, or by spelling; "" without a match. Verbs of other
-    groups do not count, since their subjects are others."""
+    groups are left out: they have another subject."""
     in_group = [verb for verb in VERBS if verb.rpartition(" ")[0] == group]
     others = [verb for verb in VERBS if not group or " " not in verb]
     tables = [

@@ -50,7 +50,7 @@ def find(text: str) -> CheckpointPlace:
     place = place_of(text)
     match = COMMITTED.fullmatch(place.name)
     above = place.parent if match else place
-    # Possible folders of checkpoints: that of a run at the place, and the place itself.
+    # Folders that may hold the checkpoints: that of a run at this place, and the place itself.
     folders = [checkpoints_of(above), above] if isinstance(above, Path) else [above]
     if match:
         for folder in folders:

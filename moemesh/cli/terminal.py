@@ -49,7 +49,7 @@ def table(
 
 
 def with_texts(table: str, texts: Iterable[str]) -> str:
-    """A table with a text of any length after each of its lines, aligned to the left."""
+    """A table with one of `texts`, of any length, after each of its lines, header included."""
     lines = table.split("\n")
     width = max(map(len, lines))
     pairs = zip(lines, texts, strict=True)
@@ -61,7 +61,7 @@ WIDTH = 80
 
 
 def wrapped(line: str, indent: str = "    ") -> list[str]:
-    """The line wrapped to 80 columns; longer words are not broken."""
+    """The line wrapped to :data:`WIDTH` columns; longer words are not broken."""
     return textwrap.wrap(
         line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )
@@ -70,8 +70,8 @@ def wrapped(line: str, indent: str = "    ") -> list[str]:
 def folded(
     command: str, width: int = WIDTH, indent: str = "  ", kept: str = " (?!--)"
 ) -> list[str]:
-    """A command in lines of at most `width` columns, joined by backslashes. Lines do not end at
-    blanks that match `kept`: by default they only break before options."""
+    """A command in lines of at most `width` columns, joined by backslashes. No line ends at a blank
+    that the pattern `kept` matches; by default lines end only before options."""
     parts = textwrap.wrap(
         re.sub(kept, "\0", command),
         width - 2,

@@ -117,8 +117,9 @@ microbatches % ranks == 0, got 10 % 4 == 2 (nearest: microbatches 8 or 12, or ra
 def _settled(
     conditions: Sequence[Condition], given: Numbers, names: Sequence[str]
 ) -> Iterator[Numbers]:
-    """Numbers for which all conditions hold: those of `names` changed one after the other, each to
-    its nearest values below and above for which the rules between it and the earlier ones hold."""
+    """All ways to change the numbers `names` in turn so that every condition holds: each number is
+    kept, or takes the nearest value below or above for which the rules over it and the earlier
+    numbers hold."""
     if not names:
         yield given
         return

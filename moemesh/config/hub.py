@@ -107,5 +107,5 @@ def repository_of(folder: str) -> str | None:
 
 
 def short_name(folder: str) -> str:
-    """The last part of a folder's name, or of the name of the repository of a snapshot."""
+    """The name of a folder, or of the repository if it is a snapshot, without its owner."""
     return (repository_of(folder) or Path(folder).name).rpartition("--")[2]

@@ -237,8 +237,8 @@ def _foreign(path: Path, text: str) -> ConfigSource | None:
 
 
 def _mended(text: str) -> str:
-    """The broken TOML value `text`, not empty, in its probable meaning: a list of numbers and
-    texts, a number, or a text."""
+    """The broken TOML value `text`, not empty, as the TOML that was probably meant: a list of
+    numbers and texts, a number, or a text."""
     if text[0] != "[":
         bare = text.strip("\"'")
         return format_value(bare if bare[:1] in ("[", "{") else parse_value(bare, "", ""))
