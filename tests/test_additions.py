@@ -43,6 +43,16 @@ def test_rows_are_legal_values_and_are_listed_in_messages(invoke: Any) -> None:
     assert code == 2
     assert f"did you mean toy? (choices: {', '.join(DISPATCHERS)}, auto" in text
     assert f"did you mean toy? (choices: {', '.join(OPTIMIZERS)})" in text
+    # A word of another trainer: a sentence that lists the names.
+    wrong = sets("train.lr_schedule=exponential", "train.optimizer=lion")
+    _, _, text = invoke("config", "check", *wrong)
+    for key, table in (("optimizer", OPTIMIZERS), ("lr_schedule", learning_rate.SCHEDULES)):
+        assert f"train.{key} is one of {', '.join([*table][:-1])} and toy\n" in text
+    # A word of another trainer: a sentence that lists the names.
+    wrong = sets("train.lr_schedule=exponential", "train.optimizer=lion")
+    _, _, text = invoke("config", "check", *wrong)
+    for key, table in (("optimizer", OPTIMIZERS), ("lr_schedule", learning_rate.SCHEDULES)):
+        assert f"train.{key} is one of {', '.join([*table][:-1])} and toy\n" in text
     _, schema, _ = invoke("config", "schema")
     keys = json.loads(schema)["properties"]["train"]["properties"]
     assert keys["lr_schedule"]["enum"] == [*learning_rate.SCHEDULES]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
@@ -14,10 +14,17 @@ from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import unquote
 
+from moemesh.config.learning_rate import SCHEDULES
 from moemesh.config.names import Names
+from moemesh.config.optimizer_table import OPTIMIZERS
 
 #: Largest number of choices that a message lists.
 _MOST_LISTED = 40
+#: Keys whose names a hint lists, as {KEY}. The tables are read at every use: programs add rows.
+_TABLES: dict[str, Mapping[str, object]] = {
+    "train.optimizer": OPTIMIZERS,
+    "train.lr_schedule": SCHEDULES,
+}
 
 
 @cache
@@ -44,13 +51,25 @@ def aliases() -> dict[str, str]:
 def hints() -> list[tuple[tuple[str, ...], str]]:
     """(names of other trainers without a key here, or patterns of them; a sentence on the
     alternative)."""
-    return [(tuple(entry["names"]), str(entry["hint"])) for entry in _table()["other"]]
+    return [(tuple(entry["names"]), _with_names(entry["hint"])) for entry in _table()["other"]]
 
 
-@cache
+def _with_names(hint: str) -> str:
+    """`hint` with the names of a table in place of its {KEY}."""
+    for key, table in _TABLES.items():
+        *names, last = table
+        hint = hint.replace(f"{{{key}}}", f"{', '.join(names)} and {last}")
+    return hint
+
+
 def alias_hint(name: str) -> str:
     """The fix for a word of other trainers: our key for it, or an alternative; "" for other words.
     `name`: a key with or without section, an option ("--data"), or "key=value"."""
+    return _with_names(_alias_hint(name))
+
+
+@cache
+def _alias_hint(name: str) -> str:
     name = name.lower() if name.startswith("--") else name.lower().replace("-", "_")
     forms = (name,) if "=" in name else (name, name.rpartition(".")[2])
     words = _answers()
@@ -68,13 +87,13 @@ def alias_hint(name: str) -> str:
 
 def spelled_hint(name: str) -> str:
     """:func:`alias_hint` for other spellings of such a word: grad_accumulation."""
-    return next((_answers()[word] for word in same_words(name, _answers())), "")
+    return _with_names(next((_answers()[word] for word in same_words(name, _answers())), ""))
 
 
 @cache
 def _answers() -> dict[str, str]:
-    """Word, or pattern of words -> the fix."""
-    words = {word: hint for names, hint in hints() for word in names}
+    """Word, or pattern of words -> the fix, with {KEY} in place of names."""
+    words = {word: entry["hint"] for entry in _table()["other"] for word in entry["names"]}
     return {word: f"here it is called {key}" for word, key in aliases().items()} | words
 
 
@@ -108,7 +127,10 @@ def nearest_choice(
 ) -> str:
     """The fix for a wrong `value` of `key`, whose legal ones are `choices`: the one with the same
     meaning, or the nearest and, unless they are too many, all of them."""
-    if key and (hint := alias_hint(f"{key}={value}")):
+    # A hint that a name does not exist is wrong for a legal name with one wrong letter.
+    is_edit = any(_is_edit(value.lower().replace("-", "_"), name) for name in choices)
+    hint = alias_hint(f"{key}={value}") if key else ""
+    if hint and not (is_edit and "does not exist here" in hint):
         return hint
     near, listed = nearest_name(value, choices, any_number=any_number), ", ".join(choices)
     if near and len(choices) > _MOST_LISTED:
@@ -136,16 +158,20 @@ def close_names(word: str, names: Iterable[str], *, any_number: bool = False) ->
     near: dict[str, tuple[float, int]] = {}
     for name in names:
         ratio, others = SequenceMatcher(None, name, folded).ratio(), _numbers(name)
-        # One letter removed, added or changed, or two neighbours swapped, after an equal start.
-        ends = ((folded[i:], name[i:]) for i in range(len(folded) + 1) if folded[:i] == name[:i])
-        is_edit = len(folded) > 1 and any(
-            to in (a[1:], to[:1] + a, to[:1] + a[1:], a[1:2] + a[:1] + a[2:]) for a, to in ends
-        )
-        if (ratio >= 0.75 or is_edit) and (any_number or others == numbers):
+        if (ratio >= 0.75 or _is_edit(folded, name)) and (any_number or others == numbers):
             distance = sum(abs(a - b) for a, b in zip(others, numbers, strict=False))
             near[name] = -ratio, distance
     best = sorted(near, key=lambda name: near[name])[:3]
     return [name for name in best if near[name][0] < near[best[0]][0] + 0.05]
+
+
+def _is_edit(word: str, name: str) -> bool:
+    """Whether `word` is `name` with one letter removed, added or changed, or two neighbours
+    swapped."""
+    ends = ((word[i:], name[i:]) for i in range(len(word) + 1) if word[:i] == name[:i])
+    return len(word) > 1 and any(
+        to in (a[1:], to[:1] + a, to[:1] + a[1:], a[1:2] + a[:1] + a[2:]) for a, to in ends
+    )
 
 
 def _numbers(name: str) -> list[int]:

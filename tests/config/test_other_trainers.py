@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from dataclasses import fields
 
 import pytest
 
 from moemesh.config.errors import ConfigError
-from moemesh.config.schema import all_keys, explain_unknown_key
-from moemesh.config.suggest import alias_hint, aliases, hints, nearest_name
+from moemesh.config.schema import SECTIONS, all_keys, explain_unknown_key
+from moemesh.config.suggest import alias_hint, aliases, choices_of, hints, nearest_name
 from moemesh.sharding.load_run import load_run
 
 #: trainer -> name there -> the words that the answer must have, and after "not" those it must not.
@@ -290,3 +291,9 @@ def test_every_name_stands_once_and_names_keys_that_exist() -> None:
         named = [word for word in words if word.partition(".")[0] in sections and "." in word]
         assert set(named) <= keys, (names, set(named) - keys)
         assert alias_hint(names[0]) == hint
+        # A list of the values of a key is complete.
+        without_remarks = re.sub(r" \([^)]*\)", "", hint)
+        for key, listed, last in re.findall(r"(\S+) is one of (.*?) and (\w+)", without_remarks):
+            section, _, leaf = key.partition(".")
+            legal = choices_of(SECTIONS[section].model_fields[leaf].annotation)
+            assert {*listed.split(", "), last} == {*legal}, hint

@@ -122,6 +122,12 @@ def test_choices(value: str, choices: tuple[str, ...], expected: str) -> None:
     assert nearest_choice(value, choices).startswith(expected)
 
 
+def test_a_typing_error_counts_before_a_pattern_of_other_names() -> None:
+    key, choices = "train.lr_schedule", ("cosine", "inverse_sqrt")
+    assert nearest_choice("inverse_sqr", choices, key).startswith("did you mean inverse_sqrt?")
+    assert nearest_choice("inverse_time", choices, key).startswith("this schedule does not exist")
+
+
 def test_a_dangling_link_is_not_suggested_in_its_own_place(tmp_path: Path) -> None:
     link = tmp_path / "chats.jsonl"
     link.symlink_to("moved/chats.jsonl")
