@@ -83,10 +83,14 @@ def test_a_dispatcher_is_priced_printed_and_compared(invoke: Any) -> None:
     sizes = ("--seq-len", "64", "--global-batch", "8", "--json")
     code, text, _ = invoke(*words, "dp=4,ep=4,dispatcher=toy", *sizes)
     assert code == 0 and json.loads(text)["seconds"]
-    # Experts have replicas only where rows can go to them.
-    plan = sets("plan.dp=2", "plan.ep=2", "plan.spare_slots=1", "plan.dispatcher=toy")
-    code, _, text = invoke("config", "check", *plan)
-    assert code == 2 and "sends rows to the homes of experts" in text
+    # Experts have replicas only where rows can go to them, and rows are encoded if the row says so.
+    for setting, words in {
+        "plan.spare_slots=1": "sends rows to the homes of experts",
+        "plan.payload=fp8": "sends rows in the dtype of the run: it cannot be trained with payload",
+    }.items():
+        plan = sets("plan.dp=2", "plan.ep=2", setting, "plan.dispatcher=toy")
+        code, _, text = invoke("config", "check", *plan)
+        assert code == 2 and words in text
 
 
 def test_a_schedule_is_planned_and_drawn(invoke: Any, tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ class DispatcherRow:
     accepts_replicas: bool = False
     #: Whether :class:`moemesh.parallel.expert.exact.Exact` can wrap it, for `combine = exact`.
     sums_exactly: bool = True
+    #: Whether dispatched rows pass through `DispatcherSite.codec`, for `payload = fp8`.
+    encodes: bool = False
     #: Whether the planner predicts its bytes; `auto` and `moemesh dispatch` compare only such ones.
     is_predicted: bool = True
     #: Dispatcher of rows beyond the slots.
@@ -115,11 +117,13 @@ DISPATCHERS: dict[str, DispatcherRow] = {
         copied=lambda n: 3.0 * n.chosen * n.tokens,
         plans_all_chunks=True,
         accepts_replicas=True,
+        encodes=True,
     ),
     "all_gather": DispatcherRow(
         make="moemesh.parallel.expert.all_gather:AllGatherDispatcher.of",
         hops=(HopRows("ep_etp", "tokens", True),),
         copied=lambda n: (1 + n.chosen + n.distinct) * n.tokens,
+        encodes=True,
     ),
     "hierarchical": DispatcherRow(
         make="moemesh.parallel.expert.hierarchical:HierarchicalDispatcher.of",
@@ -133,11 +137,13 @@ DISPATCHERS: dict[str, DispatcherRow] = {
             (n.chosen + 2 * n.distinct + 2 * n.distinct_nodes * (n.nodes - 1) / n.nodes) * n.tokens
         ),
         plans_all_chunks=True,
+        encodes=True,
     ),
     "low_latency": DispatcherRow(
         make="moemesh.parallel.expert.low_latency:LowLatencyDispatcher.of",
         hops=(HopRows("ep", "slots"), HopRows("etp", "slots", True)),
         copied=lambda n: 3.0 * n.slots * n.ranks,
+        encodes=True,
         fallback="all_to_all",
     ),
     "deepep": DispatcherRow(

@@ -26,6 +26,7 @@ def refusals(config: RunConfig) -> list[Problem]:
     problems = [
         *_code_of_transformers(config),
         *_optimizer_states(config),
+        *_dispatchers(config),
         *_experts_that_move(config),
         *_slices(config),
         *_adapters(config),
@@ -160,6 +161,22 @@ def _optimizer_states(config: RunConfig) -> Iterator[Problem]:
             message = f"{key} = {value} needs the states of the optimizer on the device: {setting}"
             fix = f"{key} = {default}, or offload = none"
             yield train.problem("conflict", key, message, fix, "plan.offload")
+
+
+def _dispatchers(config: RunConfig) -> Iterator[Problem]:
+    """Conflicts of a dispatcher with the form of its rows and the order of its sums."""
+    plan, row = config.plan, dispatcher_row(config.plan.dispatcher)
+    if plan.ep * plan.etp == 1:
+        return
+    if plan.payload == "fp8" and not row.encodes:
+        why, wanted = (
+            "sends rows in the dtype of the run",
+            ("plan.payload", "payload = fp8", "same"),
+        )
+        yield _clash(plan, "dispatcher", why, "dispatcher = all_to_all", *wanted)
+    if plan.combine == "exact" and not row.sums_exactly:
+        why, wanted = "adds the results of a rank", ("plan.combine", "combine = exact", "fast")
+        yield _clash(plan, "dispatcher", why, "dispatcher = all_to_all", *wanted)
 
 
 def _experts_that_move(config: RunConfig) -> Iterator[Problem]:

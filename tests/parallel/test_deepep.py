@@ -183,8 +183,6 @@ def test_a_package_that_does_not_load_is_a_message_too(monkeypatch: pytest.Monke
     [
         ({}, None),
         ({"plan.etp": 2}, "needs etp = 1, not 2"),
-        ({"plan.combine": "exact"}, 'needs combine = "fast"'),
-        ({"plan.payload": "fp8"}, 'needs payload = "same"'),
         ({"plan.recompute": "full"}, "does not dispatch twice in one order"),
         ({"train.dtype": "float32"}, "needs dtype bfloat16, not float32"),
         ({"model.hidden_size": 40}, "needs a hidden size that 16 divides, not 40"),

@@ -407,6 +407,7 @@ def test_ranks_without_a_process_group_are_named(monkeypatch: pytest.MonkeyPatch
     [
         ({"top_k": 9}, LayerError, r"top_k \(9\) exceeds num_experts \(8\)"),
         ({"dispatcher": "deepep", "combine": "exact"}, LayerError, 'combine = "fast"'),
+        ({"dispatcher": "deepep", "payload": "fp8"}, LayerError, 'payload = "same"'),
         ({"num_experts": 0}, LayerError, "num_experts must be an integer of at least 1, not 0"),
         ({"hidden_size": 8.0}, LayerError, "hidden_size must be an integer"),
         ({"dispatcher": "alltoall"}, LayerError, "did you mean all_to_all"),

@@ -16,6 +16,7 @@ from moemesh.ops.permute import map_from_sources
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher
 from moemesh.parallel.expert.self_test import DispatcherError, self_test
+from moemesh.parallel.expert.site import FP8_CODEC
 from tests.parallel.dispatching import NUM_EXPERTS, NUM_SLOTS, make
 from tests.ranks import mesh_on_ranks
 
@@ -87,6 +88,10 @@ class ForgetsThePlan(_Faulty):
         return super().dispatch(x_TH * (1 - used), weights_TK, plan)
 
 
+class IgnoresTheCodec(_Faulty):
+    """Rows travel in their own dtype, whatever the payload."""
+
+
 class RaisesOnOneRank(_Faulty):
     """Rank 1 raises where its peers wait for it in an exchange."""
 
@@ -110,6 +115,7 @@ FAULTS: list[tuple[type[_Faulty], str, int | None]] = [
     (MixesTheSums, "sum over the experts", 0),
     (DoublesTheGradient, "gradient of the rows", 0),
     (ForgetsThePlan, "repeated from the saved plan", 0),
+    (IgnoresTheCodec, "rows that the payload rounds", 0),
     (RaisesOnOneRank, "RuntimeError: link down", 1),
     (HangsOnOneRank, "no end after 0.5 s", None),
 ]
@@ -121,7 +127,9 @@ def verdicts(mesh: Mesh, names: list[str], dtype: torch.dtype) -> tuple[dict[str
     for name in names:
         try:
             dispatcher = make(name, mesh)
-            self_test(dispatcher, mesh, NUM_EXPERTS, NUM_SLOTS, name=name, dtype=dtype)
+            codec = FP8_CODEC if name.endswith("+fp8") else None
+            sizes = NUM_EXPERTS, NUM_SLOTS
+            self_test(dispatcher, mesh, *sizes, name=name, dtype=dtype, codec=codec)
             if isinstance(dispatcher, LowLatencyDispatcher):
                 assert (dispatcher.num_plans, dispatcher.num_fallbacks) == (0, 0)
             errors[name] = ""
@@ -160,6 +168,7 @@ def refused(mesh: Mesh, fault: type[_Faulty]) -> tuple[str, float]:
             NUM_EXPERTS,
             NUM_SLOTS,
             name=fault.__name__,
+            codec=FP8_CODEC if fault is IgnoresTheCodec else None,
             timeout_seconds=timeout,
         )
     return str(caught.value), time.monotonic() - start

@@ -26,7 +26,7 @@ from moemesh.parallel.expert.choose import CallSite, choose
 from moemesh.parallel.expert.exact import Exact
 from moemesh.parallel.expert.replicas import ReplicaDispatcher
 from moemesh.parallel.expert.self_test import self_test
-from moemesh.parallel.expert.site import DispatcherSite
+from moemesh.parallel.expert.site import DispatcherSite, codec_of
 from moemesh.sharding.dispatchers import packed_bytes, rows_at_once, slots_per_pair
 
 
@@ -133,6 +133,7 @@ def tested_dispatcher(
             name=name,
             hidden=config.hidden_size if as_trained else TEST_HIDDEN,
             dtype=dtype if as_trained else torch.float32,
+            codec=codec_of(plan.payload),
         )
     return dispatcher, notes
 
@@ -173,6 +174,12 @@ def choose_dispatcher(
         ranks=plan.ep,
         ranks_per_node=mesh["ep_node"].size,
         capacity=capacity if capacity * plan.ep * result_bytes <= SLOT_BYTES else 0,
+        names=[
+            name
+            for name, row in DISPATCHERS.items()
+            if (row.encodes or plan.payload == "same")
+            and (row.sums_exactly or plan.combine == "fast")
+        ],
     )
     name, seconds = choose(site, mesh)
     table = ", ".join(f"{key} {1e3 * value:.2f} ms" for key, value in sorted(seconds.items()))

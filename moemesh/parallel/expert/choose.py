@@ -10,7 +10,7 @@ by all ranks at once, since ranks of one machine share its memory and cores.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from statistics import median
 
@@ -19,7 +19,7 @@ import torch
 from moemesh.comm import transfers
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Axis, Mesh
-from moemesh.config.dispatcher_table import DISPATCHERS
+from moemesh.config.dispatcher_table import DISPATCHERS, PREDICTED
 from moemesh.ops.permute import gather_rows, map_from_sources, permutation, sum_rows
 from moemesh.sharding.dispatchers import TWO_HOP_SHARE, RowsMoved, rows_moved
 
@@ -46,7 +46,7 @@ class Link:
 class CallSite:
     """Sizes of a MoE layer for a prediction. `tokens`: those of one rank; `row_bytes`: of one
     dispatched row; `result_bytes`: of one combined row; `capacity`: fixed slots per pair of ranks
-    (0 excludes dispatchers with slots)."""
+    (0 excludes dispatchers with slots); `names`: the dispatchers that can be used."""
 
     tokens: int
     experts_per_token: int
@@ -56,11 +56,12 @@ class CallSite:
     ranks: int
     ranks_per_node: int
     capacity: int = 0
+    names: Collection[str] = PREDICTED
 
     @property
     def rows(self) -> dict[str, RowsMoved]:
         """Rows of one direction under uniform routing, by dispatcher."""
-        return rows_moved(
+        table = rows_moved(
             tokens=self.tokens,
             chosen=self.experts_per_token,
             experts=self.num_experts,
@@ -68,6 +69,7 @@ class CallSite:
             ranks_per_node=self.ranks_per_node,
             slots=self.capacity,
         )
+        return {name: moved for name, moved in table.items() if name in self.names}
 
 
 def predict_seconds(

@@ -79,8 +79,6 @@ def obstacles(config: RunConfig) -> list[str]:
     plan, dtype, hidden = config.plan, config.train.dtype, config.model.hidden_size
     rules = {
         f"etp = 1, not {plan.etp}": plan.etp == 1,
-        'combine = "fast": results are summed per rank before they return': plan.combine == "fast",
-        'payload = "same"': plan.payload == "same",
         f"dtype bfloat16, not {dtype}": dtype == "bfloat16",
         f"a hidden size that {_HIDDEN_MULTIPLE} divides, not {hidden}": (
             hidden % _HIDDEN_MULTIPLE == 0

@@ -328,6 +328,11 @@ class MoELayer(nn.Module):
                 f'dispatcher "{dispatcher}" adds results of a rank before they return, in no fixed '
                 'order: combine = "fast", or another dispatcher'
             )
+        if payload == "fp8" and not dispatcher_row(dispatcher).encodes:
+            raise LayerError(
+                f'dispatcher "{dispatcher}" sends rows in their own dtype: payload = "same", or '
+                "another dispatcher"
+            )
         size = self.ranks.size
         check_divides(num_experts, size)
         dispatch_chunks = counted("dispatch_chunks", dispatch_chunks)

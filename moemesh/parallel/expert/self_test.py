@@ -7,7 +7,8 @@ Experts that return their input must give every token (its number of valid slots
 payload is small integers that identify the token of a row: sums are exact in every dtype down to
 bfloat16, a row of them survives 8-bit coding, and equality is the only tolerance. Tokens are uneven
 with one empty rank, some slots are -1; routings are spread out, all to the same experts (buffers of
-fixed size overflow), and none at all; each plan is used twice.
+fixed size overflow), and none at all; each plan is used twice. If the payload has a codec, one more
+case has rows that it rounds: a dispatcher that does not use the codec returns others.
 
 It runs on the real groups and costs a few small exchanges. Without it, a run with a broken exchange
 would train, only worse, and the more so the larger ep is.
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from moemesh.comm.consensus import run_with_consensus
 from moemesh.comm.mesh import Axis, Mesh
+from moemesh.comm.overlap import Codec
 from moemesh.config.errors import UserError
 from moemesh.model.dispatcher import Dispatcher
 from moemesh.ops.permute import permute
@@ -45,13 +47,14 @@ def self_test(
     name: str,
     hidden: int = 16,
     dtype: torch.dtype = torch.float32,
+    codec: Codec | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> None:
     """Compare `dispatcher` (called `name` in messages) with the two-phase all-to-all.
 
     Every rank of the mesh calls this at the same point. `hidden` and `dtype` are those of the rows,
-    for a dispatcher that has rules about them. Nothing is entered in the ledger, and counters of
-    the dispatcher stay as they are.
+    for a dispatcher that has rules about them; `codec` that of dispatched rows. Nothing is entered
+    in the ledger, and counters of the dispatcher stay as they are.
 
     Raises DispatcherError on every rank when any rank saw a difference, raised, or did not come to
     an end within `timeout_seconds`; the message is that of the first such rank.
@@ -61,10 +64,13 @@ def self_test(
 
     def work() -> str | None:
         """The first difference on this rank. All collectives run, even after a difference."""
-        reference = AllToAllDispatcher(mesh["ep"], mesh["etp"], num_experts)
+        reference = AllToAllDispatcher(mesh["ep"], mesh["etp"], num_experts, codec=codec)
         differences: list[str] = []
+        cases = _cases(mesh["ep_etp"], num_experts, experts_per_token, hidden, dtype)
+        if codec is not None and mesh["ep"].size > 1:
+            cases.append(_rounded(cases[0], codec))
         with mesh.ledger.paused():
-            for case in _cases(mesh["ep_etp"], num_experts, experts_per_token, hidden, dtype):
+            for case in cases:
                 expected = _use(reference, reference.plan(case.experts_TK), case, mesh["etp"])
                 plan = tested.plan(case.experts_TK)
                 for use in ("", ", repeated from the saved plan"):
@@ -95,6 +101,8 @@ class _Case(NamedTuple):
     x_TH: Tensor
     grad_TH: Tensor
     experts_TK: Tensor
+    #: Rows as the experts get them.
+    coded_TH: Tensor
 
 
 class _Seen(NamedTuple):
@@ -127,10 +135,19 @@ def _cases(
         "all tokens to the same experts": same_TK.masked_fill(padding_TK, -1),
         "no token routed": torch.full_like(spread_TK, -1),
     }
+    x_TH = x_TH.to(dtype)
     return [
-        _Case(name, x_TH.to(dtype), grad_TH.to(dtype), experts_TK.to(group.device))
+        _Case(name, x_TH, grad_TH.to(dtype), experts_TK.to(group.device), coded_TH=x_TH)
         for name, experts_TK in routings.items()
     ]
+
+
+def _rounded(case: _Case, codec: Codec) -> _Case:
+    """`case` with rows that `codec` rounds, to numbers whose sums are exact in bfloat16, too."""
+    x_TH = 0.9 * case.x_TH
+    x_TH[:, ::128] = 7
+    coded_TH = codec.decode(codec.encode(x_TH), x_TH.shape[1], x_TH.dtype)
+    return case._replace(name="rows that the payload rounds", x_TH=x_TH, coded_TH=coded_TH)
 
 
 def _digits(number_T: Tensor, hidden: int) -> Tensor:
@@ -164,12 +181,12 @@ def _compare(seen: _Seen, reference: _Seen, case: _Case) -> str | None:
     """A description of the first check that fails."""
     valid_TK = case.experts_TK >= 0
     num_valid_T1 = valid_TK.sum(1, keepdim=True).to(case.x_TH.dtype)
-    inner_T1 = (case.x_TH.float() * case.grad_TH.float()).sum(1, keepdim=True)
+    inner_T1 = (case.coded_TH.float() * case.grad_TH.float()).sum(1, keepdim=True)
     checks = {
         "rows per expert": (seen.counts_L, reference.counts_L),
         "rows at the experts, in their order": (seen.rows_RH, reference.rows_RH),
         "weights at the experts": (seen.weights_R, reference.weights_R),
-        "sum over the experts": (seen.y_TH, num_valid_T1 * case.x_TH),
+        "sum over the experts": (seen.y_TH, num_valid_T1 * case.coded_TH),
         "gradient of the rows": (seen.grad_x_TH, num_valid_T1 * case.grad_TH),
         "gradient of the weights": (seen.grad_weights_TK, inner_T1 * valid_TK),
     }
