@@ -169,13 +169,12 @@ def _dispatchers(config: RunConfig) -> Iterator[Problem]:
     if plan.ep * plan.etp == 1:
         return
     if plan.payload == "fp8" and not row.encodes:
-        why, wanted = (
-            "sends rows in the dtype of the run",
-            ("plan.payload", "payload = fp8", "same"),
-        )
+        why = "sends rows in the dtype of the run"
+        wanted = "plan.payload", "payload = fp8", "same"
         yield _clash(plan, "dispatcher", why, "dispatcher = all_to_all", *wanted)
     if plan.combine == "exact" and not row.sums_exactly:
-        why, wanted = "adds the results of a rank", ("plan.combine", "combine = exact", "fast")
+        why = "adds the results of a rank"
+        wanted = "plan.combine", "combine = exact", "fast"
         yield _clash(plan, "dispatcher", why, "dispatcher = all_to_all", *wanted)
 
 
