@@ -261,7 +261,8 @@ def _record(value: object, text_key: str, where: Where) -> Record:
         row = cast("dict[str, Any]", value)
         fields = {key: field for key, field in row.items() if field is not None}
         if MESSAGES in fields:
-            return _conversation(fields.pop(MESSAGES), fields, where)
+            messages = _json(fields.pop(MESSAGES), MESSAGES, where)
+            return _conversation(_alternating(messages), fields, where)
         if isinstance(text := fields.get(text_key), str | bytes):
             return text if isinstance(text, bytes) else _encoded(text, where)
         shape = next((keys for keys in SHAPES if all(key in fields for key in keys)), None)
@@ -387,11 +388,16 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
             raise BadRecordError(where, f'"{key}", {reason}')
         *question, answer = given
         texts = [*chain(*earlier), "\n".join(filter(None, question)), answer]
-        messages = [
-            {"role": role, "content": text}
-            for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
-        ]
+        messages = _alternating(texts)
     return _conversation(messages, fields, where)
+
+
+def _alternating(turns: Any) -> Any:
+    """The messages of a list of texts, of user and assistant in turns; other values unchanged."""
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        return turns
+    pairs = zip(cycle(("user", "assistant")), turns, strict=False)
+    return [{"role": role, "content": text} for role, text in pairs]
 
 
 def _sharegpt(turns: Any, where: Where) -> list[Any]:
@@ -400,7 +406,7 @@ def _sharegpt(turns: Any, where: Where) -> list[Any]:
     if not isinstance(turns, list):
         raise BadRecordError(where, f'"conversations" must be a list, and is {_kind(turns)}')
     messages = list[Any]()
-    for number, turn in enumerate(turns, start=1):
+    for number, turn in enumerate(_alternating(turns), start=1):
         if not isinstance(turn, dict) or "from" not in turn:
             messages.append(turn)
             continue

@@ -48,6 +48,16 @@ SHAPED: dict[str, tuple[dict[str, Any], Any]] = {
             "tools": [{"name": "f"}],
         },
     ),
+    "LIMA": (
+        {"conversations": ["a", "b", "c", "d"], "system": "Be brief.", "source": "x"},
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                *(user("a"), assistant("b"), user("c"), assistant("d")),
+            ]
+        },
+    ),
+    "messages of texts": ({"messages": ["a", "b"]}, {"messages": [user("a"), assistant("b")]}),
     "Alpaca": (
         {"instruction": "Add.", "input": "1 2", "output": "3", "history": [["a", "b"]]},
         {"messages": [user("a"), assistant("b"), user("Add.\n1 2"), assistant("3")]},
