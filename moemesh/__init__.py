@@ -6,8 +6,7 @@ the first that needs it. They are described in docs/api.md.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+import importlib  # and nothing slower: Ctrl-C is handled from moemesh.__main__ on
 
 __version__ = "0.2.0"
 
@@ -39,7 +38,7 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """The public name, imported now; AttributeError with the nearest one for any other."""
     if name not in _HOMES:
         if name.startswith("__"):

@@ -1,8 +1,7 @@
 """The command ``moemesh``, also as ``python -m moemesh``."""
 
+import _signal as signal  # the module signal takes milliseconds before Ctrl-C is handled
 import os
-import signal
-from contextlib import suppress
 from types import FrameType
 
 
@@ -20,16 +19,21 @@ def main() -> None:
     """Run the command of ``sys.argv``."""
     # A shell without job control starts a command in the background with SIGINT ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        with suppress(ValueError):  # in another thread than the main one
+        try:  # noqa: SIM105
             signal.signal(signal.SIGINT, _interrupt)
-    from moemesh.cli import main as command
-
+        except ValueError:  # in another thread than the main one
+            pass
     try:
-        command()
-    finally:
-        # The end of the interpreter prints every exception: Ctrl-C ends the process there.
-        if signal.getsignal(signal.SIGINT) is _interrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        from moemesh.cli import main as command
+
+        try:
+            command()
+        finally:
+            # The end of the interpreter prints every exception: Ctrl-C ends the process there.
+            if signal.getsignal(signal.SIGINT) is _interrupt:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except KeyboardInterrupt:  # a second Ctrl-C, while the command handled the first
+        os._exit(130)
 
 
 if __name__ == "__main__":

@@ -243,6 +243,21 @@ def test_ctrl_c_in_an_import_prints_nothing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+def test_a_second_ctrl_c_prints_nothing() -> None:
+    script = (
+        "import os, sys; from moemesh.__main__ import main\n"
+        "assert not {'typing', 'contextlib', 'signal'} & {*sys.modules} - before\n"
+        "import signal; from moemesh import cli\n"
+        "def twice():\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    finally: os.kill(os.getpid(), signal.SIGINT)\n"
+        "cli.main = twice; main()"
+    )
+    script = f"import sys; before = {{*sys.modules}}; {script}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_the_command_runs_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread cannot set a handler of signals."""
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)
