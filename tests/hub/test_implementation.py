@@ -73,6 +73,15 @@ def test_a_family_without_a_small_form_is_refused_with_the_reason() -> None:
         read(values)
 
 
+def test_a_dropout_that_is_null_is_off_or_refused_by_its_key() -> None:
+    read(values_of("llama") | {"attention_dropout": None})
+    with pytest.raises(ConfigError, match="refuses for this family") as raised:
+        read(values_of("olmoe") | {"attention_dropout": None})
+    (problem,) = raised.value.problems
+    fix = "attention_dropout = 0.0, its default"
+    assert (problem.key, problem.fix) == ("attention_dropout", fix)
+
+
 # An unknown name has a second problem, that of our own reading, with the nearest name.
 @pytest.mark.parametrize(
     ("name", "message", "problems"),

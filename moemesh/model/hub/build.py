@@ -7,6 +7,8 @@ no jitter of the router. Code in a model's folder is never run.
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -110,7 +112,17 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
     with _quiet():
         # transformers writes infinity to JSON in its own form.
         decoded = PretrainedConfig._decode_special_floats(dict(values))
-        whole = CONFIG_MAPPING[kind].from_dict(decoded)
+        try:
+            whole = CONFIG_MAPPING[kind].from_dict(decoded)
+        except Exception as error:
+            # Classes with checked fields: of which field the value has a wrong type.
+            field = re.search(r"error for field '(\w+)'", str(error))
+            key = field[1] if field else ""
+            if key not in values:
+                raise
+            message = f"{key} has a value that transformers {installed} refuses for this family"
+            fix = f"{key} = {json.dumps(getattr(CONFIG_MAPPING[kind](), key, None))}, its default"
+            raise wrong("wrong-type", key, values[key], message, fix) from error
     # The class for the text part, or else for the whole model.
     text = whole.get_text_config()
     for config, classes in (
@@ -145,7 +157,9 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
             )
         for key, value in list(vars(part).items()):
             is_dropout = "dropout" in key or key.endswith(("pdrop", "layerdrop"))
-            if (is_dropout or "jitter" in key) and isinstance(value, (int, float)) and value:
+            if is_dropout and value is None:  # legal in some classes, but no forward takes it
+                setattr(part, key, 0.0)
+            elif (is_dropout or "jitter" in key) and isinstance(value, (int, float)) and value:
                 setattr(part, key, 0.0 if is_dropout else value)
                 notes.append(off_note(key, value))
         if size := getattr(part, "z_loss_coefficient", 0):
