@@ -64,6 +64,7 @@ DOCUMENTS = (
     "docs/partition.md",
     "docs/models.md",
     "docs/attention.md",
+    "docs/gpu.md",
     "docs/huggingface.md",
     "docs/memory.md",
     "docs/optimizers.md",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moemesh.config.cluster import load_cluster
 from moemesh.config.plan import Plan
 from moemesh.planner.kept_tensors import layer_kept
 from moemesh.planner.layout_sources import from_plan, read_plan
@@ -15,6 +16,7 @@ from moemesh.planner.parameters import count_flops, count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.speed import kv_cache_bytes
+from moemesh.planner.timing.price import pricing
 from moemesh.planner.traffic.volumes import step_volumes, volumes_ledger
 
 #: A dense model, whose weights all have the same number of replicas.
@@ -42,6 +44,28 @@ def rows(header: Sequence[str], body: Iterable[Sequence[str]], *, left: int = 1)
     """A table of Markdown; the first `left` columns are names."""
     rule = ["---"] * left + ["--:"] * (len(header) - left)
     return "".join(f"| {' | '.join(line)} |\n" for line in [header, rule, *body])
+
+
+#: First words of a row of the table of overlaps -> the planner's constant of its exposed share.
+_EXPOSED = {
+    "all_to_all": "overlapped_exchange_exposed",
+    "the same in": "overlapped_exchange_exposed",
+    "gradients": "gradient_exposed",
+    "messages": "pipeline_exposed",
+}
+
+
+def overlap(old: str) -> str:
+    """The table of docs/gpu.md: measured shares as they are, and the planner's constants."""
+    constants = pricing(load_cluster("dgx_h100")).constants
+    lines = old.splitlines()
+    for number, line in enumerate(lines):
+        name = next((words for words in _EXPOSED if line.startswith(f"| {words}")), None)
+        if name is not None:
+            *cells, _, end = line.split("|")
+            share = 100 * float(getattr(constants, _EXPOSED[name]))
+            lines[number] = "|".join([*cells, f" {share:.0f} % ", end])
+    return "\n".join([*lines, ""])
 
 
 def _each(value: float) -> str:
@@ -187,6 +211,7 @@ def seed_traffic(old: str) -> str:
 
 
 BLOCKS = {
+    "overlap": overlap,
     "states_by_strategy": states,
     "links_by_strategy": links,
     "seed_memory": seed_memory,
