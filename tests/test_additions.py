@@ -83,7 +83,7 @@ def test_a_dispatcher_is_priced_printed_and_compared(invoke: Any) -> None:
     sizes = ("--seq-len", "64", "--global-batch", "8", "--json")
     code, text, _ = invoke(*words, "dp=4,ep=4,dispatcher=toy", *sizes)
     assert code == 0 and json.loads(text)["seconds"]
-    # Experts have replicas only where rows can go to them, and rows are encoded if the row says so.
+    # Experts have replicas only where rows can go to them, and an fp8 payload needs `encodes`.
     for setting, words in {
         "plan.spare_slots=1": "sends rows to the homes of experts",
         "plan.payload=fp8": "sends rows in the dtype of the run: it cannot be trained with payload",
