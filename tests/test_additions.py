@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moemesh.bench import examination
+from moemesh.comm.mesh import Mesh
 from moemesh.config import learning_rate
 from moemesh.config.dispatcher_table import DISPATCHERS
+from moemesh.config.model import ModelConfig
 from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.plan import Plan
 from moemesh.config.suggest import choices_of
 from moemesh.config.train import TrainConfig
+from moemesh.parallel.expert import build
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.sharding.dispatchers import rows_moved
 from tests import toys
@@ -91,6 +95,19 @@ def test_a_dispatcher_is_priced_printed_and_compared(invoke: Any) -> None:
         plan = sets("plan.dp=2", "plan.ep=2", setting, "plan.dispatcher=toy")
         code, _, text = invoke("config", "check", *plan)
         assert code == 2 and words in text
+
+
+@pytest.mark.parametrize(("payload", "is_considered"), [("same", True), ("fp8", False)])
+def test_auto_considers_dispatchers_that_can_carry_the_payload(
+    payload: Any, is_considered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        build, "choose", lambda site, _: ("all_to_all", dict.fromkeys(site.rows, 0))
+    )
+    plan = Plan(dp=2, ep=2, dispatcher="auto", payload=payload)
+    arguments = plan, Mesh.single("cpu"), torch.float32, 64
+    _, note = build.choose_dispatcher(ModelConfig(), *arguments)
+    assert ("toy" in note) is is_considered and "hierarchical" in note
 
 
 def test_a_schedule_is_planned_and_drawn(invoke: Any, tmp_path: Path) -> None:
