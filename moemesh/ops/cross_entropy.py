@@ -6,7 +6,7 @@ one number per token, the log-sum-exp (lse); the backward recomputes each chunk'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ class _CrossEntropy(torch.autograd.Function):
             columns = _columns(targets_T - first_row - start, weight_CH.shape[0])
             logits_TC = Held(x_TH @ weight_CH.t(), LOGITS)
             lse_T, target_T = _with_chunk(logits_TC.tensor, lse_T, target_T, *columns)
+            del logits_TC  # before the next chunk's exist
         lse_T, target_T = combine(lse_T, target_T)
         ctx.save_for_backward(x_TH, weight_VH, targets_T, lse_T)
         ctx.first_row, ctx.chunk, ctx.leaf = first_row, chunk, weight_VH
@@ -89,26 +90,30 @@ class _CrossEntropy(torch.autograd.Function):
         is_computed = ctx.needs_input_grad[1] and not is_deferred
         grad_VH = torch.zeros_like(weight_VH) if is_computed else None
 
-        def grad_logits() -> Iterator[tuple[slice, Tensor]]:
-            """Rows of each chunk, and the gradient of its recomputed logits [T, C]."""
+        def for_each_chunk(use: Callable[[slice, Tensor], None]) -> None:
+            """Call `use` with the rows of each chunk and the gradient of its recomputed logits
+            [T, C]. The logits and their gradient end before those of the next chunk exist."""
             for start in range(0, weight_VH.shape[0], ctx.chunk):
                 weight_CH = weight_VH[start : start + ctx.chunk]
                 columns = _columns(targets_T - ctx.first_row - start, weight_CH.shape[0])
                 logits_TC = Held(x_TH @ weight_CH.t(), LOGITS)
                 grad_TC = Held(_chunk_gradient(logits_TC.tensor, lse_T, grad_T, *columns), LOGITS)
-                yield slice(start, start + weight_CH.shape[0]), grad_TC.tensor
+                del logits_TC
+                use(slice(start, start + weight_CH.shape[0]), grad_TC.tensor)
+                del grad_TC
 
         def weight_half() -> Tensor:
             # Recomputes the logits a second time: kept, they would be T x V numbers.
             total_VH = torch.zeros_like(weight_VH)
-            for rows, grad_TC in grad_logits():
-                torch.mm(grad_TC.t(), x_TH, out=total_VH[rows])
+            for_each_chunk(lambda rows, g_TC: torch.mm(g_TC.t(), x_TH, out=total_VH[rows]))
             return total_VH
 
-        for rows, grad_TC in grad_logits():
+        def add(rows: slice, grad_TC: Tensor) -> None:
             grad_x_TH.addmm_(grad_TC, weight_VH[rows])
             if grad_VH is not None:
                 torch.mm(grad_TC.t(), x_TH, out=grad_VH[rows])
+
+        for_each_chunk(add)
         if is_deferred:
             weight_gradient(ctx.leaf, weight_half, (x_TH, targets_T, lse_T, grad_T))
         return grad_x_TH, grad_VH, None, None, None, None

@@ -174,12 +174,12 @@ def logits_per_token(rows: Any, least: Callable[[Any, int], Any] = min) -> Any:
     """Maximum number of logits and gradients of logits that our loss holds for a token at one time,
     with `rows` rows of the vocabulary on a rank. `least`: minimum function for the type of `rows`.
 
-    While a chunk's logits are computed, those of the chunk before and their gradient still exist.
+    The logits of one chunk and their gradient end before those of the next chunk are computed.
 
     >>> logits_per_token(5_000), logits_per_token(10_000), logits_per_token(150_000)
-    (10000, 18192, 24576)
+    (10000, 16384, 16384)
     """
-    return least(rows, LOSS_ROWS) + least(rows, 2 * LOSS_ROWS)
+    return 2 * least(rows, LOSS_ROWS)
 
 
 def format_bytes(size: float) -> str:

@@ -25,7 +25,9 @@ from moemesh.ops.permute import (
     sum_rows_loop,
     unpermute,
 )
+from moemesh.ops.saved import SavedForBackward
 from moemesh.ops.weight_gradient import WeightGradientQueue, deferral
+from moemesh.trace.memory_profile import LOGITS, LOSS_ROWS, logits_per_token
 
 torch.manual_seed(0)
 EXPERTS_TK = torch.tensor([[2, 0], [0, 3], [-1, -1], [3, -1], [0, 2]])  # expert 1 idle, token 2 pad
@@ -136,6 +138,16 @@ def test_products_outside_of_queues_have_the_same_bits(
         *(torch.autograd.grad(output, leaves, upstream) for output in (y, plain)), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+def test_the_loss_holds_the_logits_and_the_gradient_of_one_chunk() -> None:
+    vocab, tokens = 2 * LOSS_ROWS + 5, 6
+    x = torch.randn(tokens, 4, requires_grad=True)
+    weight = torch.randn(vocab, 4, requires_grad=True)
+    with SavedForBackward([weight]) as saved:
+        cross_entropy(x, weight, torch.arange(tokens)).sum().backward()
+    size = tokens * x.element_size()
+    assert saved.peak_by_kind[LOGITS] == logits_per_token(vocab) * size == 2 * LOSS_ROWS * size
 
 
 @pytest.mark.parametrize("chunk", [3, 8, 100])
