@@ -6,7 +6,7 @@ more than `room` x GPUs, T cannot be reached. Three families of such functions (
 
 * HEAVY j = 2 .. k: 1 for a replica over T/j. A GPU holds at most j - 1 of them.
 * EXCESS 0 < x <= T/k: with h = T - (k-1) x, max(load - h, 0) + min(load - x, 0).
-  Room 0: a GPU with a heavy replica needs k - 1 light companions (x = T/k is the mean).
+  Room 0: a GPU with a heavy replica needs k - 1 light companions (x = T/k: the mean is the bound).
 * STEPS 0 < x < T/2, for k = 2: 1 over T - x, 1/2 over x, else 0. Room 1 (Hall's condition).
 
 The lightest counts are bounded by a linear program: per expert the lower convex hull of
@@ -22,7 +22,7 @@ from moemesh.balance.packing import counts_by_quotient, slots_at, total
 
 HEAVY, EXCESS, STEPS = 0, 1, 2
 #: Numbers of tried values of x: in equal distances, in shrinking distances, and loads of experts.
-NUM_EQUAL, NUM_SHRINKING, NUM_OWN = 12, 10, 14
+NUM_EQUAL, NUM_SHRINKING, NUM_LOADS = 12, 10, 14
 #: Relative precision of the bound.
 PRECISION = 2e-4
 #: Relative slack against rounding: a bound may be too low by this, but never too high.
@@ -41,7 +41,7 @@ def quick_bound(weight: Floats, num_slots: int, num_gpus: int) -> float:
 
 @compiled
 def box_bound(weight: Floats, num_slots: int, num_gpus: int, low: float, high: float) -> float:
-    """A lower bound between `low` (a bound itself) and `high` (a load that was reached)."""
+    """A lower bound of the largest load; `low` is one, too, and `high` a load that was reached."""
     per_gpu = num_slots // num_gpus
     if per_gpu < 2 or low >= high * (1.0 - PRECISION) or low <= 0.0:
         return low
@@ -70,6 +70,7 @@ def impossible(weight: Floats, num_slots: int, num_gpus: int, limit: float) -> b
     per_gpu = num_slots // num_gpus
     segments = np.empty((2, 8 * len(weight)))
     shares = light_shares(weight, limit / per_gpu)
+    # HEAVY for each j, then EXCESS for each x, then STEPS for each x with two slots per GPU.
     num_heavy = per_gpu - 1
     families = 2 if per_gpu == 2 else 1
     for index in range(num_heavy + families * len(shares)):
@@ -95,14 +96,14 @@ def impossible(weight: Floats, num_slots: int, num_gpus: int, limit: float) -> b
 @compiled
 def light_shares(weight: Floats, most: float) -> Floats:
     """Values of x to try, as shares of `most`: a grid, and loads of light experts."""
-    shares = np.empty(NUM_EQUAL + NUM_SHRINKING + NUM_OWN)
+    shares = np.empty(NUM_EQUAL + NUM_SHRINKING + NUM_LOADS)
     for place in range(NUM_EQUAL):
         shares[place] = (place + 1) / NUM_EQUAL
     for place in range(NUM_SHRINKING):
         shares[NUM_EQUAL + place] = 0.7 ** (place + 1) + 1e-3
     ascending = np.argsort(weight, kind="mergesort")
     light = (weight <= most).sum()
-    num_tried = min(NUM_OWN, light)
+    num_tried = min(NUM_LOADS, light)
     for place in range(num_tried):
         expert = ascending[place * (light - 1) // max(num_tried - 1, 1)]
         shares[NUM_EQUAL + NUM_SHRINKING + place] = weight[expert] / most
@@ -130,7 +131,8 @@ def lightest(
     at: float,
     segments: Floats,
 ) -> float:
-    """Smallest weight of all replicas over all (fractional) counts; infinite if slots run out."""
+    """Smallest weight of all replicas over all (fractional) counts; infinite if slots run out.
+    `segments` [2, at least 8 x experts] is scratch: slopes and widths of the hulls' edges."""
     most = num_slots - len(weight) + 1
     points = np.empty(9, np.int64)
     values = np.empty(9)

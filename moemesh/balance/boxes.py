@@ -1,8 +1,8 @@
 """One box of GPUs (a node, or all): replica counts and packing together, near the bound.
 
-`pack_box` is quick and almost always good enough from five slots per GPU on. For fewer slots,
-`search` also tries starts with other counts (`pack_pairs`, `pack_with_companions`), the descent of
-`polish`, and a complete search of small boxes (`exact_box`).
+`pack_box` is quick and almost always good enough from five slots per GPU on. For fewer slots, the
+module `search` also tries other replica counts (`pack_pairs`, `pack_with_companions`), the descent
+of `polish`, and a complete search of small boxes (`exact_box`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moemesh.balance.packing import (
 # replicas up to x. Both are counted on a grid of `CELLS` values of x, rounded to the safe side, and
 # a search by threshold accepting reduces the number of missing companions to zero.
 
-
+#: Number of values of x, from 0 to T / 2.
 CELLS = 128
 #: Number of missing companions that a step may add at the beginning of the search.
 FIRST_THRESHOLD = 3
@@ -36,8 +36,8 @@ RANDOM_FACTOR, RANDOM_SHIFT, RANDOM_MASK = 1103515245, 12345, 0x7FFFFFFF
 
 @compiled
 def add_replicas(balance: Ints, load: float, copies: int, target: float) -> None:
-    """Add `copies` replicas (remove them if negative) to the balance of companions, from the first
-    cell in which they count; replicas that need a companion count as negative."""
+    """Add `copies` replicas of `load` (remove them if negative) to `balance` [CELLS]: for each x
+    the number of replicas up to x, minus that of replicas above T - x; T is `target`."""
     width = 0.5 * target / CELLS
     if 2.0 * load > target:
         cell = int(np.floor((target - load) / width))
@@ -49,7 +49,7 @@ def add_replicas(balance: Ints, load: float, copies: int, target: float) -> None
 
 @compiled
 def missing(balance: Ints) -> int:
-    """Number of missing companions, summed over the grid."""
+    """Number of missing companions, summed over all x."""
     return -int(np.minimum(balance, 0).sum())
 
 
@@ -59,7 +59,7 @@ def companions(
 ) -> None:
     """Move slots between random experts until every heavy replica has a companion at `target`.
     Threshold accepting: a step may increase the number of missing companions by a threshold that
-    falls to zero. `counts` are the best ones at the end."""
+    falls to zero. `counts` [experts], at most `limit`, end with the fewest missing companions."""
     num_experts = len(weight)
     balance = np.zeros(CELLS, np.int64)
     trial = np.empty(CELLS, np.int64)
@@ -70,7 +70,7 @@ def companions(
         if counts[expert] > 1:
             split[num_split] = expert
             num_split += 1
-    fewest = now = missing(balance)
+    fewest = current = missing(balance)
     best = counts.copy()
     random = seed
     for step in range(num_steps):
@@ -84,7 +84,7 @@ def companions(
         if loser == winner or counts[winner] >= limit:
             continue
         if weight[loser] > target * (counts[loser] - 1):
-            continue
+            continue  # each replica left would exceed the target
         trial[:] = balance
         for expert, change in ((loser, -1), (winner, 1)):
             copies = counts[expert]
@@ -92,9 +92,9 @@ def companions(
             copies += change
             add_replicas(trial, weight[expert] / copies, copies, target)
         result = missing(trial)
-        if (result - now) * num_steps > FIRST_THRESHOLD * (num_steps - step):
+        if (result - current) * num_steps > FIRST_THRESHOLD * (num_steps - step):
             continue
-        now = result
+        current = result
         balance[:] = trial
         counts[loser] -= 1
         counts[winner] += 1
@@ -104,8 +104,8 @@ def companions(
         if counts[winner] == 2:
             split[num_split] = winner
             num_split += 1
-        if now < fewest:
-            fewest = now
+        if current < fewest:
+            fewest = current
             best[:] = counts
     counts[:] = best
 
@@ -113,8 +113,8 @@ def companions(
 @compiled
 def pack_box(weight: Floats, num_gpus: int, floor: float, tolerance: float, slots: Ints) -> float:
     """Fill `slots` with the experts 0 .. len(weight) - 1; returns the largest load of a GPU.
-    Quotient counts, folded and swapped until the load is within `tolerance` of the bound or of
-    `floor`, the load of another box, below which an improvement has no effect."""
+    Replicas in counts by quotient are folded, then swapped until that load is within `tolerance`
+    of the bound or of `floor`, the load of another box: lower loads have no effect."""
     num_experts = len(weight)
     num_slots = len(slots)
     per_gpu = num_slots // num_gpus
@@ -139,8 +139,8 @@ def pack_pairs(
     slots: Ints,
 ) -> float:
     """Fill `slots`, two per GPU, after a search over counts; returns the hottest GPU's load. The
-    search lowers the largest folded pair to `bound` (1 + tolerance) by bisection: a target that is
-    reached is the new top, one that is not the new bottom."""
+    search lowers the largest folded pair by bisection, until it is at most `bound` (1 + tolerance):
+    a target that is reached is the new upper end, another target the new lower end."""
     counts = counts_by_quotient(weight, len(slots), num_gpus)
     best = heaviest_pair(weight, counts)
     trial = counts.copy()
@@ -172,25 +172,27 @@ def pack_with_companions(
     starts: Ints,
     tops: Floats,
 ) -> int:
-    """Fill `starts` from row 1 on with packings of other counts; returns the rows in use.
+    """Fill `starts` from row 1 on with packings of other counts; returns the number of rows in use.
 
-    An increasing number of slots is withheld from the quotient method, as long as no replica
-    exceeds the bound, and used to split light experts from `num_places` different places on.
-    `tops` [rows] get the loads of the hottest GPUs. Stops at a packing within the tolerance.
+    `num_kept` increasing numbers of slots are withheld from the quotient method, as long as no
+    replica exceeds the bound; they split light experts, each from `num_places` different places
+    on. Fills `tops` [rows] with the loads of the hottest GPUs. Stops at a packing within the
+    tolerance.
     """
     num_experts = len(weight)
     num_slots = starts.shape[1]
     goal = bound * (1.0 + tolerance)
     ascending = np.argsort(weight, kind="mergesort")
     most = num_slots - slots_at(weight, bound * (1.0 + 1e-9))
+    # Every seed tries other numbers and places: multiples of the golden ratio are evenly spread.
     jitter = (seed * 0.6180339887498949) % 1.0
     rows = 1
-    before = 0
+    previous = 0
     for step in range(num_kept):
         kept = int(np.ceil(most * (step + 1 - jitter) / num_kept))
-        if kept <= before or kept > num_slots - num_experts:
+        if kept <= previous or kept > num_slots - num_experts:
             continue
-        before = kept
+        previous = kept
         for position in range(num_places):
             place = int((position + jitter) * num_experts / num_places)
             counts = counts_with_companions(weight, num_slots, kept, num_gpus, ascending, place)
@@ -222,7 +224,7 @@ def exact_box(
     GPU only if `twins` are allowed. Returns the best load of the hottest GPU and whether it is the
     optimum."""
     num_experts = len(weight)
-    extra = np.zeros(num_experts, np.int64)
+    extra = np.zeros(num_experts, np.int64)  # slots of each expert beyond its first
     extra[0] = len(slots) - num_experts
     steps = MAX_EXACT_STEPS
     while True:
@@ -231,7 +233,7 @@ def exact_box(
             top, steps = exact_packing(extra, unit, num_gpus, top, steps, twins, slots)
         if steps <= 0:
             return top, False
-        # The next distribution of the slots beyond one per expert.
+        # The next distribution of these slots over the experts.
         first = 0
         while first < num_experts - 1 and extra[first] == 0:
             first += 1
@@ -254,9 +256,9 @@ def exact_packing(
     twins: bool,
     slots: Ints,
 ) -> tuple[float, int]:
-    """Fill `slots` with the best packing of given counts below `top`, heaviest replica first. An
-    expert may be twice on one GPU only if `twins` are allowed. Returns the load reached (`top` if
-    nothing better exists) and the number of remaining steps."""
+    """Depth-first search, heaviest replica first, for the best packing of `extra` + 1 replicas with
+    a load below `top`; fills `slots`. An expert may be twice on one GPU only if `twins` are
+    allowed. Returns the load reached (`top` if nothing better exists) and the remaining steps."""
     num_slots = len(slots)
     per_gpu = num_slots // num_gpus
     order = np.argsort(-unit, kind="mergesort")
@@ -274,7 +276,7 @@ def exact_packing(
             held[last] -= 1
             load[last] -= unit[expert]
             if held[last] == 0:
-                first = num_gpus  # empty GPUs are equal
+                first = num_gpus  # empty GPUs are interchangeable: one is enough to try
         elif depth > 0 and replicas[depth - 1] == expert:
             # GPUs of copies ascend, so that each set of GPUs is tried once.
             first = chosen[depth - 1] + (0 if twins else 1)

@@ -102,7 +102,7 @@ def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
         if warning and function is not _unchanged:
             _log.warning(warning.pop())
-        previous = numba.config.CACHE_DIR
+        previous = numba.config.CACHE_DIR  # `njit` reads it; other users of numba keep theirs
         numba.config.CACHE_DIR = str(folder or "")
         try:
             return numba.njit(**options)(function)

@@ -1,8 +1,10 @@
 """Division of expert groups over nodes in equal numbers, and bounds of layers over all divisions.
 
-A node can hold a set of groups at load T per GPU if their sum is at most T x GPUs of the node, and
-if ceil(load / T) replicas of each expert fit its slots. `members` [nodes x groups per node] holds
-the groups of each node.
+A node can hold a set of groups at load T per GPU if the sum of their loads is at most T x GPUs of
+the node, and if ceil(load / T) replicas of each of their experts fit the slots of the node.
+
+In all functions `weight` [experts] are loads, `sums` [groups] loads of groups, and `members`
+[nodes, groups per node] holds the groups of each node.
 """
 
 from __future__ import annotations
@@ -26,20 +28,21 @@ def divide_groups(
     weight: Floats, num_groups: int, num_slots: int, num_gpus: int, precision: float, members: Ints
 ) -> float:
     """Fill `members`; returns the largest of the nodes' quick bounds. `num_slots` and `num_gpus`
-    are those of one node. The search continues until no division is better than the best by more
-    than `precision`."""
+    are those of one node. The search ends when it finds no division that is better by more than
+    `precision` (relative)."""
     num_nodes, per_node = members.shape
     sums = group_sums(weight, num_groups)
-    slots = np.arange(num_groups)
+    groups = np.arange(num_groups)
     load = np.empty(num_nodes)
     if per_node == 1 or num_nodes == 1:
-        members[:] = slots.reshape(num_nodes, per_node)
+        members[:] = groups.reshape(num_nodes, per_node)
         return nodes_bound(weight, num_slots, num_gpus, num_groups, members)
-    fold(np.ones(num_groups, np.int64), sums, num_nodes, slots, load)
+    # Groups are packed on nodes as replicas are on GPUs, with one replica of each.
+    fold(np.ones(num_groups, np.int64), sums, num_nodes, groups, load)
     if per_node > 2:
-        swap_opposite(slots, sums, load, 0.0)
-        swap_hottest(slots, sums, load, 0.0)
-    members[:] = slots.reshape(num_nodes, per_node)
+        swap_opposite(groups, sums, load, 0.0)
+        swap_hottest(groups, sums, load, 0.0)
+    members[:] = groups.reshape(num_nodes, per_node)
     bound = nodes_bound(weight, num_slots, num_gpus, num_groups, members)
     if per_node == 2 and bound * num_gpus <= load.max():
         return bound  # no pairing has a smaller largest sum
@@ -60,7 +63,7 @@ def divide_groups(
 
 @compiled
 def group_sums(weight: Floats, num_groups: int) -> Floats:
-    """Load of each group."""
+    """Load of each group [groups]."""
     size = len(weight) // num_groups
     sums = np.empty(num_groups)
     for group in range(num_groups):
@@ -70,7 +73,7 @@ def group_sums(weight: Floats, num_groups: int) -> Floats:
 
 @compiled
 def experts_in(groups: Ints, size: int) -> Ints:
-    """The experts of some groups, of `size` experts each."""
+    """The experts of the given groups, of `size` experts each."""
     return (groups.reshape(-1, 1) * size + np.arange(size)).reshape(-1)
 
 
@@ -101,7 +104,7 @@ def fit_groups(
 
 @compiled
 def slots_needed(weight: Floats, num_groups: int, limit: float) -> Ints:
-    """Number of slots that each group needs so that no replica is heavier than `limit`."""
+    """Number of slots that each group needs so that no replica is heavier than `limit` [groups]."""
     need = np.maximum(np.ceil(weight / limit - 1e-12), 1.0)
     return need.reshape(num_groups, -1).sum(axis=1).astype(np.int64)
 
@@ -110,9 +113,13 @@ def slots_needed(weight: Floats, num_groups: int, limit: float) -> Ints:
 def next_division(
     sums: Floats, need: Ints, room: float, num_slots: int, state: Ints, members: Ints
 ) -> int:
-    """Depth-first search for the next division in which all nodes keep to `room` and `num_slots`;
-    returns as :func:`fit_groups`. Heaviest group first. `state` [groups + 1] holds the position of
-    the search between calls: the node at each depth, and last the depth. Fills `members`."""
+    """Depth-first search for the next division in which no node exceeds the load `room` or
+    `num_slots` slots; fills `members`, and returns as :func:`fit_groups`.
+
+    At depth d the search places the d-th heaviest group. `state` [groups + 1] keeps the position of
+    the search between calls: the node at each depth (-1: none), and last the depth. `need` [groups]
+    are slots.
+    """
     num_nodes, per_node = members.shape
     num_groups = len(sums)
     order = np.argsort(-sums, kind="mergesort")
@@ -138,7 +145,7 @@ def next_division(
             load[last] -= sums[group]
             slots[last] -= need[group]
             if held[last] == 0:
-                first = num_nodes  # empty nodes are equal
+                first = num_nodes  # empty nodes are interchangeable: one is enough to try
         for node in range(first, num_nodes):
             fits = held[node] < per_node and load[node] + sums[group] <= room
             if fits and slots[node] + need[group] <= num_slots:
@@ -167,7 +174,8 @@ def next_division(
 def find_divisions(
     weight: Floats, num_groups: int, num_slots: int, num_gpus: int, num_nodes: int, limit: float
 ) -> tuple[Ints, Floats, bool]:
-    """(divisions [n, nodes, groups per node] fitting `limit`, quick bounds [n], all of them)."""
+    """Divisions [n, nodes, groups per node] that fit `limit`, their quick bounds [n], and whether
+    these are all such divisions."""
     divisions = np.empty((MAX_DIVISIONS, num_nodes, num_groups // num_nodes), np.int64)
     bounds = np.empty(MAX_DIVISIONS)
     sums = group_sums(weight, num_groups)
@@ -229,10 +237,10 @@ def _over_divisions(weight: Floats, shape: Shape) -> float:
     sizes = (shape.num_groups, shape.node_slots, shape.node_gpus)
     quick, proven = first_division(weight, *sizes, members)
     best = _of_division(weight, shape, members, np.inf)
-    if best <= quick:
+    if best <= quick:  # linear programs do not raise the bound of this division
         return max(proven, min(best, quick)) if proven >= quick * (1.0 - 1e-5) else proven
-    others, bounds, complete = find_divisions(weight, *sizes, shape.num_nodes, best)
-    if not complete:
+    others, bounds, are_all = find_divisions(weight, *sizes, shape.num_nodes, best)
+    if not are_all:
         return proven
     for index in np.argsort(bounds, kind="stable"):
         if bounds[index] >= best:
@@ -242,7 +250,8 @@ def _over_divisions(weight: Floats, shape: Shape) -> float:
 
 
 def _of_division(weight: Floats, shape: Shape, members: Ints, enough: float) -> float:
-    """The largest bound of the nodes of one division; the computation stops at `enough`."""
+    """The largest bound of the nodes of one division, or any of its lower bounds of at least
+    `enough`, at which the computation stops."""
     bound, by_group = 0.0, weight.reshape(shape.num_groups, -1)
     for groups in members:
         loads = by_group[groups].reshape(-1)

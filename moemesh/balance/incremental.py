@@ -42,7 +42,7 @@ class Replan(Shown):
 
     `moved` [layers] counts replicas that a GPU did not hold before. `before`, `after` and `bound`
     [layers] are loads of the fullest GPU over the mean: with the previous placement, with the new
-    one, and the lower bound. `transfers` holds the rounds of each layer (see `transfers`).
+    one, and the lower bound. `transfers` [layers]: see :func:`schedule_transfers`.
     """
 
     physical_to_logical: Any
@@ -109,7 +109,8 @@ def replan_from_scratch(
     num_nodes: int = 1,
     policy: Policy | None = None,
 ) -> Replan:
-    """The best placement, with GPUs renumbered so that the fewest replicas move."""
+    """The best placement, with GPUs renumbered so that the fewest replicas move. Arguments and
+    errors as in `rebalance_incremental`."""
     given = check_loads(loads, "loads")
     old = check_placement(previous, given.shape[1], num_gpus, len(given), "previous")
     shape = check_shape(given.shape[1], old.shape[1], num_groups, num_nodes, num_gpus, policy)
@@ -131,6 +132,7 @@ def _describe(
         for before, after in zip(old, slots, strict=True)
     )
     maps = like(kind, *maps_of(slots, shape.num_experts))
+    # Over the mean load of a GPU; slack against rounding makes some bounds a little too low.
     bound = np.maximum(bounds / mean * num_gpus / shape.num_experts, 1.0)
     return Replan(
         physical_to_logical=maps[0],
@@ -220,8 +222,8 @@ def undo_moves(
         past = previous[slot]
         if past == present or counts[present] < 2 or holds(slots, gpu, per_gpu, past):
             continue
-        home = where[past, 0] // node_gpus == gpu // node_gpus
-        if not home or counts[past] >= len(slots):
+        is_same_node = where[past, 0] // node_gpus == gpu // node_gpus
+        if not is_same_node or counts[past] >= len(slots):
             continue
         shift(replicas, slot, past)
         if replicas.load.max() > limit:
@@ -229,22 +231,24 @@ def undo_moves(
 
 
 def relabel(slots: Ints, previous: Ints, num_nodes: int, num_gpus: int) -> int:
-    """Permute the GPUs (inside nodes, and whole nodes) of one layer's `slots`: fewest moved copies.
-    Two levels of assignment: GPUs for each pair of nodes, then nodes. Replicas that stay on a GPU
-    keep their slot. Returns the number of moved copies."""
+    """Permute the GPUs of one layer's `slots`, inside nodes and whole nodes, so that the fewest
+    copies move; returns their number. Two levels of assignment: GPUs for each pair of nodes, then
+    nodes. Replicas that stay on a GPU keep their slot."""
     # The import takes 0.2 s, and few runs need it.
     assign: Any = importlib.import_module("scipy.optimize").linear_sum_assignment
 
     node_gpus = num_gpus // num_nodes
-    # Replicas of a new GPU that an old one does not hold [new GPUs, old GPUs].
+    # Replicas of each expert on each GPU [GPUs, experts], and the number of replicas of a new GPU
+    # that an old one does not hold [new GPUs, old GPUs].
     experts: Ints = np.arange(int(max(slots.max(), previous.max())) + 1, dtype=np.int64)
     new: Ints = np.sum(slots.reshape(num_gpus, -1, 1) == experts, axis=1)
     old: Ints = np.sum(previous.reshape(num_gpus, -1, 1) == experts, axis=1)
     missing = np.stack([np.maximum(counts - old, 0).sum(axis=1) for counts in new])
     blocks = missing.reshape(num_nodes, node_gpus, num_nodes, node_gpus).transpose(2, 0, 3, 1)
+    # For each pair (old node, new node): the new GPU for each old one, and the number of moves.
     inside = np.empty((num_nodes, num_nodes, node_gpus), np.int64)
     between = np.empty((num_nodes, num_nodes), np.int64)
-    for pair in np.ndindex(num_nodes, num_nodes):  # (old, new)
+    for pair in np.ndindex(num_nodes, num_nodes):
         rows, inside[pair] = assign(blocks[pair])
         between[pair] = blocks[pair][rows, inside[pair]].sum()
     nodes, chosen = assign(between)

@@ -23,8 +23,8 @@ MOST_SECONDS = 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Experts, slots, groups of experts, nodes and GPUs. The global policy is one group and one
-    node."""
+    """Numbers of experts, slots, groups of experts, nodes and GPUs. Under the global policy there
+    is one group and one node."""
 
     num_experts: int
     num_slots: int
@@ -85,7 +85,8 @@ def like(given: Any, *results: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 
 
 def check_loads(weight: Any, name: str = "weight") -> Floats:
-    """Loads [layers, experts] as float64: finite, not negative, at least one of each."""
+    """Loads [layers, experts] as float64: finite, not negative, at least one layer and one expert.
+    Raises BalanceError."""
     array = to_array(weight, name)
     if array.ndim != 2:
         hint = "; for one layer give [loads]" if array.ndim == 1 else ""
@@ -204,7 +205,8 @@ def check_effort(effort: Any) -> Effort:
 def check_placement(
     placement: Any, num_experts: int, num_gpus: Any, num_layers: int, name: str
 ) -> Ints:
-    """Slots [layers, slots] of logical experts, every expert at least once in every layer."""
+    """Slots [layers, slots] of logical experts, every expert at least once in every layer. Raises
+    BalanceError."""
     array = to_array(placement, name)
     if array.ndim != 2 or array.shape[0] != num_layers or not array.size:
         shape = " x ".join(str(size) for size in array.shape)

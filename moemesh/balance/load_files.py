@@ -69,8 +69,8 @@ def gpus_of(path: Path) -> int | None:
 
 
 def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.ndarray[Any, Any]:
-    """The numbers of a file [rows, columns]; in a file of named tables, those under the first of
-    `keys`."""
+    """The numbers of a file [rows, columns]; in a file of named tables, those under the first key
+    of `keys` that it has."""
     readers: dict[str, Callable[[Path], Any]] = {
         # Some editors, and PowerShell, begin a file with a byte order mark.
         ".json": lambda path: parse_json(path.read_text(encoding="utf-8-sig")),
@@ -205,7 +205,7 @@ def _named_columns(
     has_layers = len(rest) > 0 and all(_ONE_LAYER.fullmatch(names[p]) for p in rest[1:] or rest)
 
     def numbers() -> np.ndarray[Any, Any]:
-        """The loads in the columns `rest`, a row for each of the table."""
+        """The cells in the columns `rest` [rows, columns]."""
         cells = ([row[place] for place in rest] for row in rows)
         return np.array([_numbers(path, number, row) for number, row in enumerate(cells)])
 
@@ -239,11 +239,13 @@ def _named_columns(
         first = _whole(path, at, row[experts[0]]) if experts else 0
         for expert, load in enumerate(loads, start=first):
             sums[layer, expert] = sums.get((layer, expert), 0.0) + load
-    numbered = sorted({layer for layer, _ in sums})
-    size = 1 + max(expert for _, expert in sums)
-    table = np.array([[sums.get((layer, e), np.nan) for e in range(size)] for layer in numbered])
+    layer_ids = sorted({layer for layer, _ in sums})
+    num_experts = 1 + max(expert for _, expert in sums)
+    table = np.array(
+        [[sums.get((layer, e), np.nan) for e in range(num_experts)] for layer in layer_ids]
+    )
     summed = "summed over its rows" if len(rows) * len(rest) > len(sums) else "one row for each"
-    text = f"{path}: {len(numbered)} layers of {size} experts, {summed}"
+    text = f"{path}: {len(layer_ids)} layers of {num_experts} experts, {summed}"
     if missing := int(np.isnan(table).sum()):
         text += f"; {missing} experts of a layer have no row and no load"
     warn(text)

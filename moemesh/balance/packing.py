@@ -2,8 +2,9 @@
 
 An expert is twice on a GPU only if that is unavoidable.
 
-In all functions `slots` [GPUs x slots per GPU] holds experts, GPU after GPU; `unit` [experts] is
-the load of one replica; `load` [GPUs] is kept consistent with both.
+In all functions `weight` [experts] are loads and `counts` [experts] numbers of replicas; `slots`
+[GPUs x slots per GPU] holds experts, GPU after GPU; `unit` [experts] is the load of one replica;
+`load` [GPUs] changes with both.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from moemesh.balance.compiled import Floats, Ints, compiled
 
 @compiled
 def counts_by_quotient(weight: Floats, num_slots: int, limit: int) -> Ints:
-    """Counts [experts]: one each, every further slot to the largest load per replica. This
-    minimises the largest replica (Adams' method of apportionment). No count exceeds `limit`; ties
-    go to the lowest expert. With a heap it takes O(experts + slots log experts)."""
+    """Counts [experts]: each expert gets one slot, and each further slot goes to the expert with
+    the largest load per replica. This minimises the largest replica (Adams' method of
+    apportionment). No count exceeds `limit`; ties go to the lowest expert. With a heap it takes
+    O(experts + slots log experts)."""
     num_experts = len(weight)
-    key = weight.copy()
+    key = weight.copy()  # load per replica; -1 for an expert at its limit
     heap = np.arange(num_experts)
     counts = np.ones(num_experts, np.int64)
     if limit < 2:
@@ -36,7 +38,8 @@ def counts_by_quotient(weight: Floats, num_slots: int, limit: int) -> Ints:
 
 @compiled
 def sift_down(heap: Ints, key: Floats, place: int) -> None:
-    """Restore a heap of experts, largest key (then lowest number) on top, below `place`."""
+    """Restore the order of a heap of experts below `place`: the largest key is on top, of equal
+    keys the lowest expert."""
     size = len(heap)
     moving = heap[place]
     while True:
@@ -68,9 +71,9 @@ def slots_at(weight: Floats, threshold: float) -> int:
 def counts_with_companions(
     weight: Floats, num_slots: int, num_free: int, limit: int, ascending: Ints, start: int
 ) -> Ints:
-    """Counts [experts]: all but `num_free` slots by quotient, the free ones split light experts.
-    Heavy replicas need light companions on their GPU, such as the halves of light experts. Experts
-    are split from place `start` of `ascending` (experts by load), unsplit ones first."""
+    """Counts [experts]: all but `num_free` slots by quotient; the free slots split light experts,
+    since heavy replicas need light companions on their GPU. Experts are split in the order of
+    `ascending` (experts by load) from its place `start` on, unsplit ones first."""
     num_experts = len(weight)
     counts = counts_by_quotient(weight, num_slots - num_free, limit)
     step = 0
@@ -100,7 +103,8 @@ FEW_GPUS = 24
 
 @compiled
 def pack(weight: Floats, counts: Ints, num_gpus: int, goal: float, slots: Ints) -> float:
-    """Pack `counts` replicas each until `goal`, or no swap helps; returns the largest load."""
+    """Pack the replicas, then swap until the largest load is at most `goal`, or no swap helps.
+    Fills `slots`; returns the largest load."""
     unit = weight / counts
     load = np.empty(num_gpus)
     fold(counts, unit, num_gpus, slots, load)
@@ -117,9 +121,9 @@ def pack(weight: Floats, counts: Ints, num_gpus: int, goal: float, slots: Ints) 
 
 @compiled
 def fold(counts: Ints, unit: Floats, num_gpus: int, slots: Ints, load: Floats) -> None:
-    """Deal the replicas to the GPUs row by row (balanced largest differencing). Rows of `num_gpus`
-    replicas, heaviest row first; inside a row the heaviest replica goes to the least loaded GPU.
-    Two rows (two slots per GPU) are paired optimally."""
+    """Deal the replicas to the GPUs row by row (balanced largest differencing); fills `slots` and
+    `load`. A row has `num_gpus` replicas, the heaviest row is first; inside a row the heaviest
+    replica goes to the least loaded GPU. Two rows (two slots per GPU) are paired optimally."""
     per_gpu = len(slots) // num_gpus
     lightest = np.empty(num_gpus, np.int64)
     load[:] = 0.0
@@ -191,9 +195,9 @@ def is_second(slots: Ints, per_gpu: int, slot: int) -> bool:
 
 @compiled
 def best_swap(
-    slots: Ints, unit: Floats, load: Floats, start: int, stop: int, there: int, best: float
+    slots: Ints, unit: Floats, load: Floats, start: int, stop: int, peer: int, best: float
 ) -> tuple[float, int, int]:
-    """The swap of a slot in [start, stop), all of one GPU, with a slot of GPU `there` that
+    """The swap of a slot in [start, stop), all of one GPU, with a slot of GPU `peer` that
     minimises the heavier of their two loads. Returns that load and the two slots; -1 for both slots
     if no load is below `best`."""
     per_gpu = len(slots) // len(load)
@@ -201,12 +205,12 @@ def best_swap(
     give = -1
     take = -1
     for first in range(start, stop):
-        for second in range(there * per_gpu, (there + 1) * per_gpu):
+        for second in range(peer * per_gpu, (peer + 1) * per_gpu):
             difference = unit[slots[first]] - unit[slots[second]]
-            heavier = max(load[gpu] - difference, load[there] + difference)
+            heavier = max(load[gpu] - difference, load[peer] + difference)
             if (
                 heavier < best
-                and not holds(slots, there, per_gpu, slots[first])
+                and not holds(slots, peer, per_gpu, slots[first])
                 and not holds(slots, gpu, per_gpu, slots[second])
             ):
                 best = heavier
@@ -217,7 +221,8 @@ def best_swap(
 
 @compiled
 def separate(slots: Ints, unit: Floats, load: Floats) -> bool:
-    """Swap second replicas of an expert to other GPUs, at the least load. False if one remains."""
+    """Swap second replicas of an expert on a GPU to other GPUs, each by the swap with the least
+    load. False if one remains."""
     num_slots = len(slots)
     per_gpu = num_slots // len(load)
     done = True
@@ -226,9 +231,9 @@ def separate(slots: Ints, unit: Floats, load: Floats) -> bool:
             continue
         best = np.inf
         partner = -1
-        for there in range(len(load)):
-            if there != slot // per_gpu:
-                best, give, take = best_swap(slots, unit, load, slot, slot + 1, there, best)
+        for peer in range(len(load)):
+            if peer != slot // per_gpu:
+                best, give, take = best_swap(slots, unit, load, slot, slot + 1, peer, best)
                 partner = take if give >= 0 else partner
         if partner < 0:
             done = False
@@ -239,7 +244,8 @@ def separate(slots: Ints, unit: Floats, load: Floats) -> bool:
 
 @compiled
 def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
-    """Sweeps of swaps between the k-th heaviest and the k-th lightest GPU."""
+    """At most 8 sweeps of swaps between the k-th heaviest and the k-th lightest GPU; a GPU of at
+    most `goal` swaps nothing."""
     num_gpus = len(load)
     per_gpu = len(slots) // num_gpus
     ascending = np.empty(num_gpus, np.int64)
@@ -263,7 +269,8 @@ def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
 
 @compiled
 def swap_hottest(slots: Ints, unit: Floats, load: Floats, goal: float) -> float:
-    """Best swaps of the hottest GPU until `goal`, or no swap helps; returns the largest load."""
+    """Best swaps of the hottest GPU, until the largest load is at most `goal` or no swap helps;
+    returns the largest load."""
     num_slots = len(slots)
     per_gpu = num_slots // len(load)
     for _ in range(4 * num_slots):
@@ -274,8 +281,8 @@ def swap_hottest(slots: Ints, unit: Floats, load: Floats, goal: float) -> float:
         give = -1
         take = -1
         for slot in range(num_slots):
-            there = slot // per_gpu
-            if there == hot or load[there] >= best:
+            peer = slot // per_gpu
+            if peer == hot or load[peer] >= best:
                 continue
             best, first, second = best_swap(slots, unit, load, slot, slot + 1, hot, best)
             if first >= 0:

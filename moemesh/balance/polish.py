@@ -35,9 +35,9 @@ class PlacedReplicas(NamedTuple):
 
 @compiled
 def placed(weight: Floats, num_gpus: int, slots: Ints) -> PlacedReplicas:
-    """The placement in `slots`, which are shared and change with it."""
+    """The placement in `slots`, which are not copied: moves change them."""
     counts, unit, load = measured(weight, num_gpus, slots)
-    # A foreign placement may have more copies than GPUs.
+    # A placement of the user may have more copies of an expert than GPUs.
     where = np.empty((len(weight), num_gpus + counts.max()), np.int64)
     listed = np.zeros(len(weight), np.int64)
     for slot in range(len(slots)):
@@ -49,7 +49,7 @@ def placed(weight: Floats, num_gpus: int, slots: Ints) -> PlacedReplicas:
 
 @compiled
 def over(load: float, limit: float) -> float:
-    """Potential of one GPU."""
+    """Potential of one GPU: the square of its load beyond `limit`."""
     return (load - limit) * (load - limit) if load > limit else 0.0
 
 
@@ -150,8 +150,9 @@ def heaviest_gpu(weight: Floats, slots: Ints, num_gpus: int) -> float:
 
 @compiled
 def price_splits(replicas: PlacedReplicas, limit: float) -> tuple[Floats, Floats]:
-    """Changes of the potential of other GPUs by one more (<= 0) or one less (>= 0) replica of each
-    expert. An expert that cannot get (or lose) a replica has an infinite price."""
+    """Changes [experts] of the potential of the GPUs with an expert, if it gets one replica more
+    (<= 0), and if it loses one (>= 0). An expert that cannot get (or lose) one has an infinite
+    price."""
     weight, counts, where, _, unit, load = replicas
     gain = np.empty(len(weight))
     cost = np.empty(len(weight))
@@ -191,28 +192,31 @@ def best_move(
         load_of_replica = unit[expert]
         smaller = weight[expert] / (counts[expert] + 1)
         for other in range(len(slots)):
-            there = other // per_gpu
+            peer = other // per_gpu
             partner = slots[other]
-            if there == hot or partner == expert:
+            if peer == hot or partner == expert:
                 continue
-            at = load[there]
+            at = load[peer]
             difference = load_of_replica - unit[partner]
+            # Swap the two replicas.
             if difference > 0.0 and at < heat:
                 change = over(heat - difference, limit) - hot_potential
                 change += over(at + difference, limit) - over(at, limit)
                 change /= swap_price
                 if (
                     change < best
-                    and not holds(slots, there, per_gpu, expert)
+                    and not holds(slots, peer, per_gpu, expert)
                     and not holds(slots, hot, per_gpu, partner)
                 ):
                     best, kind, first, second = change, SWAP, slot, other
+            # Give the partner's slot to this expert, whose replica on the hot GPU shrinks.
             if counts[partner] > 1 and gain[expert] < 0.0:
                 more = weight[partner] / (counts[partner] - 1) - unit[partner]
                 change = gain[expert] + cost[partner] - over(at + more, limit)
                 change += over(at - unit[partner] + smaller, limit)
-                if change < best and not holds(slots, there, per_gpu, expert):
+                if change < best and not holds(slots, peer, per_gpu, expert):
                     best, kind, first, second = change, SHIFT, other, expert
+        # Give the slot on the hot GPU to another expert.
         if counts[expert] > 1:
             more = weight[expert] / (counts[expert] - 1) - load_of_replica
             rest = cost[expert] - over(heat + more, limit)
@@ -230,8 +234,9 @@ def best_move(
 
 @compiled
 def best_double_swap(replicas: PlacedReplicas, hot: int, limit: float) -> tuple[int, int, int, int]:
-    """Slots of the best exchange of two replicas for two of another GPU: hot, other, hot, other.
-    All are -1 if none lowers the potential, or if there are too many to try."""
+    """Slots of the best exchange of two replicas for two of another GPU, as two swaps: on the hot
+    GPU, on the other, on the hot GPU, on the other. All are -1 if no exchange lowers the potential,
+    or if there are too many to try."""
     slots, unit, load = replicas.slots, replicas.unit, replicas.load
     per_gpu = len(slots) // len(load)
     best_slots = (-1, -1, -1, -1)
@@ -241,17 +246,17 @@ def best_double_swap(replicas: PlacedReplicas, hot: int, limit: float) -> tuple[
     start = hot * per_gpu
     hot_potential = over(load[hot], limit)
     best = -EQUAL * limit * limit
-    for there in range(len(load)):
-        if load[there] >= load[hot]:
+    for peer in range(len(load)):
+        if load[peer] >= load[hot]:
             continue
-        base = there * per_gpu
-        rest = hot_potential + over(load[there], limit)
+        base = peer * per_gpu
+        rest = hot_potential + over(load[peer], limit)
         for first in range(start, start + per_gpu):
-            if holds(slots, there, per_gpu, slots[first]):
+            if holds(slots, peer, per_gpu, slots[first]):
                 continue
             for second in range(first + 1, start + per_gpu):
                 given = unit[slots[first]] + unit[slots[second]]
-                if given <= 0.0 or holds(slots, there, per_gpu, slots[second]):
+                if given <= 0.0 or holds(slots, peer, per_gpu, slots[second]):
                     continue
                 for third in range(base, base + per_gpu):
                     for fourth in range(third + 1, base + per_gpu):
@@ -259,7 +264,7 @@ def best_double_swap(replicas: PlacedReplicas, hot: int, limit: float) -> tuple[
                         if difference <= 0.0:
                             continue
                         change = over(load[hot] - difference, limit) - rest
-                        change += over(load[there] + difference, limit)
+                        change += over(load[peer] + difference, limit)
                         if (
                             change < best
                             and not holds(slots, hot, per_gpu, slots[third])
@@ -295,9 +300,9 @@ def shift(replicas: PlacedReplicas, slot: int, winner: int) -> None:
 
 @compiled
 def part_twins(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slots: Ints) -> int:
-    """Remove second replicas of an expert from a GPU; returns the number that remain. Slots are
-    given to other experts, with no GPU over `limit`; or replicas are swapped (`by_swaps`) with any
-    load."""
+    """Remove second replicas of an expert from a GPU; returns the number that remain. Their slots
+    go to other experts, with no GPU over `limit`; or, with `by_swaps`, they are swapped with
+    replicas of other GPUs, at any load."""
     per_gpu = len(slots) // num_gpus
     replicas = placed(weight, num_gpus, slots)
     if by_swaps:

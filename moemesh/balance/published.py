@@ -28,7 +28,7 @@ def pack_greedily(values: Floats, num_packs: int, pack_of: Ints, rank_of: Ints) 
         for pack in range(num_packs):
             if held[pack] < per_pack and (best < 0 or load[pack] < load[best]):
                 best = pack
-        if per_pack == 1:
+        if per_pack == 1:  # the original, too, keeps the order then
             best = item
         pack_of[item] = best
         rank_of[item] = held[best]
@@ -38,7 +38,8 @@ def pack_greedily(values: Floats, num_packs: int, pack_of: Ints, rank_of: Ints) 
 
 @compiled
 def published_box(loads: Floats, num_gpus: int, slots: Ints) -> None:
-    """Fill the slots of one node (or of everything, in the global policy) with its experts."""
+    """Fill the slots of one node (of all GPUs in the global policy) with its experts, numbered from
+    0."""
     num_experts = len(loads)
     num_slots = len(slots)
     per_gpu = num_slots // num_gpus
@@ -91,6 +92,7 @@ def published_layers(
         for node in range(num_nodes):
             heat[node] = -total(loads[experts_in(members[node], size)])
         tops[layer] = 0.0
+        # The node with the largest load first: it is the likeliest to reach `enough`.
         for node in np.argsort(heat, kind="mergesort"):
             experts = experts_in(members[node], size)
             part = slots[layer, node * per_node : (node + 1) * per_node]

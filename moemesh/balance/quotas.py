@@ -138,16 +138,16 @@ def _whole(value: Any, name: str) -> Ints:
 
 @compiled
 def choose_quotas(totals: Ints, home: Ints, num_ranks: int, spares: int) -> tuple[Ints, Ints, Ints]:
-    """(expert of each spare slot, its quota [ranks, spare slots], quota at home [experts])."""
+    """Expert of each spare slot and its quota [ranks, spare slots], and quota at home [experts]."""
     load = np.zeros(num_ranks, np.int64)
     for expert in range(len(totals)):
         load[home[expert]] += totals[expert]
-    # The experts of each rank, one rank after the other.
+    # Experts by rank; those of rank r are at the places first[r] to first[r + 1] - 1.
     experts_by_home = np.argsort(home, kind="mergesort")
     first = np.searchsorted(home[experts_by_home], np.arange(num_ranks + 1))
-    whole = int(totals.sum())
+    num_tokens = int(totals.sum())
     order = np.argsort(load, kind="mergesort")
-    low = (whole + num_ranks - 1) // num_ranks
+    low = (num_tokens + num_ranks - 1) // num_ranks
     high = int(load[order[num_ranks - 1]])
     best = (
         np.full((num_ranks, spares), -1),
@@ -156,9 +156,9 @@ def choose_quotas(totals: Ints, home: Ints, num_ranks: int, spares: int) -> tupl
     )
     if high <= low or spares == 0:
         return best
-    step = max(whole // (num_ranks * PRECISION), 1)
+    step = max(num_tokens // (num_ranks * PRECISION), 1)
     target = low
-    bottom = low - 1  # not reached
+    bottom = low - 1  # largest target known to be out of reach
     while bottom + step < high or target == low:
         fits, trial = spill(target, totals, load, order, first, experts_by_home, spares)
         if fits:
@@ -168,7 +168,8 @@ def choose_quotas(totals: Ints, home: Ints, num_ranks: int, spares: int) -> tupl
                 break
         else:
             bottom = target
-        # Usually reached close above the mean: the distance doubles until then, and then halves.
+        # The least target is usually just above the mean: the distance from the mean doubles until
+        # a target is reached, then the interval is halved.
         target = min(bottom + max(step, bottom - low + step), (bottom + high + 1) // 2)
         if target >= high:
             break
@@ -185,13 +186,14 @@ def spill(
     experts_by_home: Ints,
     spares: int,
 ) -> tuple[bool, tuple[Ints, Ints, Ints]]:
-    """(whether every rank gets at most `target` tokens, the results of :func:`choose_quotas`)."""
+    """Whether every rank gets at most `target` tokens, and the results of :func:`choose_quotas`.
+    `load` [ranks] are tokens at home, `order` the ranks by load, least first."""
     num_ranks = len(load)
     spare_expert = np.full((num_ranks, spares), -1)
     spare_quota = np.zeros((num_ranks, spares), np.int64)
     home_quota = totals.copy()
     results = (spare_expert, spare_quota, home_quota)
-    # The first `length` are receivers, most room first, and their rooms.
+    # Receivers, most room first, at the places `head` to `length` - 1 of `queue`; their rooms.
     queue, room, length = order.copy(), target - load[order], (load < target).sum()
     head = 0
     used = np.zeros(num_ranks, np.int64)
@@ -232,7 +234,7 @@ def spill(
 
 @compiled
 def cut_runs(counts: Ints, place_expert: Ints, place_rank: Ints, quota: Ints, node: int) -> Ints:
-    """Tokens [ranks, places]; see `assign_tokens`."""
+    """Tokens [ranks, places]; see `assign_tokens`. `node`: number of ranks of a node."""
     num_ranks, num_experts = counts.shape
     num_places = len(place_expert)
     sent = np.zeros((num_ranks, num_places), np.int64)
@@ -274,9 +276,10 @@ def shadow_experts(
 
     `counts` [ranks, experts] tokens that each rank sends to each expert, `home` [experts]. Every
     rank computes its own tokens of a shadowed expert. With S shadows a layer costs
-    `max over ranks of rows + S x shadow_rows`, where `shadow_rows` is the time of sending one
-    expert's weights and gradients, in rows computed and sent in that time. The next hottest expert
-    is added until the cost rises, or there are `max_shadows`. He et al., "FasterMoE" (PPoPP 2022).
+    `max over ranks of rows + S x shadow_rows`: `shadow_rows` is the number of rows that are
+    computed and sent in the time of sending one expert's weights and gradients. The next hottest
+    expert is added until the cost rises, or there are `max_shadows`. In the result, shadows are in
+    spare slots. Raises ValueError. He et al., "FasterMoE" (PPoPP 2022).
     """
     if not shadow_rows >= 0:
         raise BalanceError(f"shadow_rows must not be negative, and is {shadow_rows}")

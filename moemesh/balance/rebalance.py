@@ -71,7 +71,7 @@ def rebalance_experts(
 
     Returns physical_to_logical [layers, replicas], logical_to_physical [layers, experts, most
     replicas] (padded with -1) and replica counts [layers, experts], int64: as CPU tensors, arrays
-    or lists, like `weight`. No layer is worse than with the published algorithm (seed 004;
+    or lists, like `weight`. No layer is worse than with the published algorithm (seed document 004;
     https://github.com/deepseek-ai/EPLB). A GPU holds two replicas of an expert only if that lowers
     the largest load.
     Raises ValueError for illegal sizes and loads.

@@ -36,13 +36,14 @@ FEW_SLOTS = 4
 
 
 class SearchEffort(NamedTuple):
-    """Length of a search. It aims for `tolerance` and ends at `enough` (relative to the bound).
+    """Extent of a search. A packing is improved until its largest load is within `tolerance` of the
+    bound; a layer within `enough` of its bound is not searched further (both relative).
 
-    `kept` is the number of different shares of slots that are reserved for light experts, `places`
-    the number of different experts to begin with. `polished` packings are polished with `moves`
-    moves each; `pair_steps` is the length of a search over counts with two slots per GPU;
-    `divisions` additional divisions of groups over nodes are tried. `patience` failures in a row
-    end each kind of trial.
+    With three or more slots per GPU, slots are reserved to split light experts: `kept` different
+    numbers of slots are tried, each from `places` different experts on. With two, a search over
+    counts has `pair_steps` steps. The best `polished` packings are polished with at most `moves`
+    moves each; `divisions` additional divisions of groups over nodes are tried. `patience` failures
+    in a row end each kind of trial.
     """
 
     tolerance: float
@@ -94,7 +95,7 @@ class _Layers:
     def __init__(
         self, weights: Floats, shape: Shape, effort: SearchEffort, members: Ints | None = None
     ) -> None:
-        """Compute the first packings, with a given division of the groups if there is one."""
+        """Compute the first packings. `members`: the division of the groups; None: find one."""
         count = len(weights)
         # A layer without any load gets equal loads, and so equal numbers of replicas.
         weights = np.where(weights.any(axis=1, keepdims=True), weights, 1.0)
@@ -128,9 +129,10 @@ class _Layers:
         sizes = (shape.num_groups, shape.node_slots, shape.node_gpus, shape.num_nodes)
         others, bounds, _ = find_divisions(weight, *sizes, top * (1.0 - effort.tolerance))
         failures = 0
-        few = shape.num_slots <= FEW_SLOTS_IN_ALL
-        most, patience = (len(bounds),) * 2 if few else (effort.divisions, effort.patience)
-        for index in np.argsort(bounds, kind="stable")[:most]:
+        num_tried, patience = effort.divisions, effort.patience
+        if shape.num_slots <= FEW_SLOTS_IN_ALL:
+            num_tried = patience = len(bounds)
+        for index in np.argsort(bounds, kind="stable")[:num_tried]:
             if bounds[index] >= top * (1.0 - effort.tolerance) or failures == patience:
                 break
             other = _Layers(weight[None], shape, effort, others[index][None])
@@ -188,9 +190,11 @@ def search_box(
     seed: int,
     slots: Ints,
 ) -> float:
-    """Improve the packing of one box in `slots`; returns the load of the hottest GPU. `bound` is a
-    lower bound, or a load below which an improvement has no effect; the search raises it and ends
-    within its tolerance. It ends at once if the bound reaches `ceiling`."""
+    """Improve the packing of one box in `slots`; returns the load of the hottest GPU.
+
+    `bound` is a lower bound, or a load below which an improvement has no effect. The search first
+    raises the bound; it ends if that reaches `ceiling`, or with a packing within the tolerance.
+    """
     num_slots = len(slots)
     top = heaviest_gpu(weight, slots, num_gpus)
     if num_slots <= MOST_EXACT_SLOTS and effort.polished:
@@ -205,6 +209,7 @@ def search_box(
     goal = bound * (1.0 + effort.tolerance)
     if top <= goal or bound >= ceiling:
         return top
+    # The given packing, then packings with other replica counts.
     starts = np.empty((2 + effort.kept * effort.places, num_slots), np.int64)
     tops = np.empty(len(starts))
     starts[0], tops[0] = slots, top
@@ -279,9 +284,10 @@ def _keep_up(layers: _Layers) -> None:
         if limit >= tops[layer] * (1.0 - SAME):
             continue
         weight = layers.weights[layer]
-        # Usually both are near the bound, and our swaps stopped slightly too early.
-        closer = FAST._replace(tolerance=max(float(limit / layers.floors[layer]) - 1.0, 0.0) / 2.0)
-        repacked = _Layers(weight[None], shape, closer)
+        # Usually both are near the bound, and our swaps stopped slightly too early: continue them
+        # to half the gap of the published placement.
+        gap = max(float(limit / layers.floors[layer]) - 1.0, 0.0)
+        repacked = _Layers(weight[None], shape, FAST._replace(tolerance=gap / 2.0))
         if repacked.tops.max() <= limit * (1.0 + SAME):
             layers.slots[layer] = repacked.slots[0]
             continue
@@ -303,6 +309,8 @@ def _mend(weight: Floats, shape: Shape, given: Ints, limit: float) -> Ints | Non
     for part in mended.reshape(shape.num_nodes, -1):
         experts, local = numbered(part)
         loads = weight[experts]
+        # Slots of second copies go to other experts, also after polishing has made room; second
+        # copies that remain are swapped with replicas on other GPUs.
         for by_swaps in (False, False, True):
             left = part_twins(loads, gpus, limit, by_swaps, local)
             aim = limit if by_swaps else 0.999 * limit
@@ -328,9 +336,9 @@ def pack_layers(
 ) -> None:
     """The first packing of every layer. The global policy is one group and one node.
 
-    `weights` [layers, experts]. Fills `members` [layers, nodes, groups per node] (with a precision
-    of 0 they are given), `slots` [layers, slots], `floors` [layers] (the largest of the nodes'
-    quick bounds) and `tops` [layers, nodes] (the load of the hottest GPU of each node).
+    `weights` [layers, experts]. Fills `members` [layers, nodes, groups per node], the groups of
+    each node (input with a precision of 0), `slots` [layers, slots], `floors` [layers], the largest
+    of the nodes' quick bounds, and `tops` [layers, nodes], the load of the hottest GPU of a node.
     """
     num_nodes = members.shape[1]
     num_groups = num_nodes * members.shape[2]
