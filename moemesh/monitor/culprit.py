@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from moemesh.monitor.progress import NAME_BYTES, Collective, ProgressRecord
 
 #: Operations for which the ledger counts the bytes of the whole tensor: equal on all ranks,
-#: whatever block each rank holds. In an all_to_all every rank counts what it sends.
-_OF_THE_WHOLE = frozenset({"all_reduce", "all_gather", "reduce_scatter", "broadcast"})
+#: whatever block each rank holds. In an all_to_all every rank counts the bytes that it sends.
+_WHOLE_TENSOR_OPS = frozenset({"all_reduce", "all_gather", "reduce_scatter", "broadcast"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +26,17 @@ class Call:
 
 
 def mismatch(records: Sequence[ProgressRecord]) -> tuple[Call, ...]:
-    """The different calls under one number of a group: the call of the most ranks first, the one at
-    fault last; among equally many ranks, the call of the lowest rank first. Empty if all agree.
+    """The differing calls of one operation of a group, empty if all ranks agree: the call of the
+    most ranks first, the one at fault last; with equal numbers of ranks, that of the lowest rank
+    first.
 
-    Ranks of a group call its operations in the same order, so equal numbers are one operation: by
-    the same name on all ranks, and with the same bytes if these are of the whole tensor. The
-    operations that ranks wait in, or waited in last, are compared, and those before them: a rank
-    that receives less than it expects may pass the operation and fail in the next one. The lowest
-    number of a group counts: later differences may follow from it. Messages between two ranks are
-    not compared: their tags let them start in any order.
+    Ranks of a group call its operations in the same order. So operations with equal numbers must
+    have the same name on all ranks, and the same bytes if these are of the whole tensor. Compared
+    are the operations that ranks wait in, or waited in last, and those before them: a rank that
+    receives less than it expects may pass the operation and fail in the next one. The lowest
+    number of a group counts, since later differences may follow from it; of several groups, the
+    one with the most ranks. Messages between two ranks are not compared: their tags let them start
+    in any order.
     """
     by_number: defaultdict[tuple[str, int], list[tuple[int, Collective]]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record.rank):
@@ -47,14 +49,14 @@ def mismatch(records: Sequence[ProgressRecord]) -> tuple[Call, ...]:
             ):
                 by_number[operation.group, operation.number].append((record.rank, operation))
     differing: dict[str, tuple[Call, ...]] = {}
-    for (group, _), same in sorted(by_number.items()):
-        alike: dict[tuple[str, int], Call] = {}
-        for rank, operation in same:
-            key = operation.op, operation.num_bytes if operation.op in _OF_THE_WHOLE else -1
-            before = alike[key] if key in alike else Call(collective=operation, ranks=())
-            alike[key] = replace(before, ranks=(*before.ranks, rank))
-        if len(alike) > 1:
-            ordered = sorted(alike.values(), key=lambda call: (-len(call.ranks), call.ranks[0]))
+    for (group, _), operations in sorted(by_number.items()):
+        calls: dict[tuple[str, int], Call] = {}
+        for rank, operation in operations:
+            key = operation.op, operation.num_bytes if operation.op in _WHOLE_TENSOR_OPS else -1
+            call = calls[key] if key in calls else Call(collective=operation, ranks=())
+            calls[key] = replace(call, ranks=(*call.ranks, rank))
+        if len(calls) > 1:
+            ordered = sorted(calls.values(), key=lambda call: (-len(call.ranks), call.ranks[0]))
             differing.setdefault(group, tuple(ordered))
     return max(
         differing.values(), key=lambda calls: sum(len(call.ranks) for call in calls), default=()
@@ -63,7 +65,8 @@ def mismatch(records: Sequence[ProgressRecord]) -> tuple[Call, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """The rank that holds the others up in ``collective``; None: no rank waits in one."""
+    """The rank that the others wait for. ``collective``: the operation in which they wait (None if
+    unknown), with the ranks that have ``entered`` it and those that are ``missing``."""
 
     rank: int
     collective: Collective | None
@@ -82,7 +85,7 @@ def find_culprit(records: Sequence[ProgressRecord]) -> Culprit | None:
         return None
     by_rank = {record.rank: record for record in records}
     votes: Counter[int] = Counter()
-    last: dict[int, ProgressRecord] = {}  # rank -> record of a rank that waits for it
+    waiting: dict[int, ProgressRecord] = {}  # rank -> record of a rank that waits for it
     for record in records:
         current, path = record, list[int]()
         while current.inside and current.collective is not None and current.rank not in path:
@@ -90,26 +93,27 @@ def find_culprit(records: Sequence[ProgressRecord]) -> Culprit | None:
             missing = _missing(current.collective, by_rank)
             if not missing:
                 break
-            last[missing[0]] = current
+            waiting[missing[0]] = current
             current = by_rank[missing[0]]
         if record.inside:
-            # In a circle of ranks that wait for one another: the one with the fewest operations.
+            # Of ranks that wait for one another in a circle, the one with the fewest operations.
             circle = path[path.index(current.rank) :] if current.rank in path else [current.rank]
             votes[min(circle, key=lambda rank: (by_rank[rank].number, rank))] += 1
     if not votes:
-        # No rank is seen waiting: take the one with the fewest operations of a group.
+        # No rank is seen waiting: take the one with the fewest operations of the group in which
+        # another rank waited last.
         for record in records:
             for group, count in record.counts.items():
-                late = [w for w in records if group in w.counts and w.counts[group] < count]
+                late = [r for r in records if group in r.counts and r.counts[group] < count]
                 if late and record.collective is not None and record.collective.group == group:
-                    rank = min(late, key=lambda w: (w.counts[group], w.rank)).rank
+                    rank = min(late, key=lambda r: (r.counts[group], r.rank)).rank
                     return culprit_in(rank, record.collective, by_rank)
         least = min(records, key=lambda record: (record.number, record.rank))
         return Culprit(rank=least.rank, collective=None, entered=(), missing=())
     rank = min(votes, key=lambda rank: (-votes[rank], by_rank[rank].number, rank))
-    if rank not in last:
+    if rank not in waiting:
         return Culprit(rank=rank, collective=by_rank[rank].collective, entered=(), missing=())
-    collective = last[rank].collective
+    collective = waiting[rank].collective
     assert collective is not None
     return culprit_in(rank, collective, by_rank)
 

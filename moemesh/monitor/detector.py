@@ -101,8 +101,8 @@ class LostHost:
 
 
 def weakness(status: RankStatus, *, aborts_follow: bool = False) -> int:
-    """Weakness of a sign. 0: a cause for sure; 1: a likely one; 2: may follow from the end of
-    another rank.
+    """Weakness of a rank's failure as a sign of the cause. 0: it is a cause; 1: a likely one; 2: it
+    may follow from the end of another rank.
 
     `aborts_follow`: a watchdog of the backend aborts ranks whose peers do not come, on every host.
     """
@@ -133,18 +133,18 @@ Kind = Literal[
 SETTLE_SECONDS = 0.15
 #: Seconds in which a cause may still arrive if all errors so far follow from another rank's.
 LATE_SECONDS = 1.5
-#: Seconds within which a rank that reported an exception has to leave; the second limit holds for
-#: one that gets no core.
+#: Seconds within which a rank that reported an exception has to leave: seconds in which it could
+#: run, and seconds in all.
 LEAVE_SECONDS, MOST_LEAVE_SECONDS = 3.0, 20.0
 #: Seconds in state T after which a rank counts as stopped.
 STOPPED_SECONDS = 1.0
 #: Seconds without progress after which ranks that wait for a silent host are cut off.
 CUT_SECONDS = 3.0
-#: Shortest limit of a step, however short the others were; the verdict comes within 3 s.
+#: Shortest limit of a step in seconds, however short other steps were: a verdict comes within 3 s.
 FLOOR_SECONDS = 2.9
 #: First steps of a process, in which code is compiled, files are read and memory grows.
 FIRST_STEPS = 2
-#: Longest time between two snapshots that counts as observed: a suspended supervisor sees nothing.
+#: Most seconds between two snapshots that count as observed: a suspended supervisor sees nothing.
 LONGEST_GAP = 0.5
 #: Parts of messages of errors that follow from a peer that is gone.
 _FOLLOW_UP = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe")
@@ -154,8 +154,9 @@ _FOLLOW_UP = ("closed by peer", "reset by peer", "timed out", "timeout", "broken
 class Limits:
     """Seconds without progress after which a run hangs.
 
-    The limit of a step is `floor`, ten times the median of the steps so far, or three times the
-    longest; that of the first steps and of all other phases is `patience`.
+    The limit of a step is the largest of `floor`, ten times the median of the last steps and three
+    times the longest, but at most `patience`; the limit of the first steps and of all other phases
+    is `patience`.
     """
 
     patience: float
@@ -209,6 +210,7 @@ class FailureDetector:
         self._leaving = 0.0  # seconds in which the rank at fault could have left
         self._stopped: defaultdict[int, float] = defaultdict(float)  # seconds in state T, by rank
         self._still = 0.0  # seconds without any progress
+        #: By rank, in the last snapshot: counter of the record, CPU seconds.
         self._changes: dict[int, int] = {}
         self._cpu: dict[int, float] = {}
         #: Seconds of the last steps, number of steps so far, the last one and its time.
@@ -258,7 +260,7 @@ class FailureDetector:
         }
         cause = min(failed, key=lambda status: (weak[status.rank], times[status.rank], status.rank))
         if cause.error is not None and "rank" in cause.error.facts:
-            # All ranks raise it alike, and it names the rank at fault.
+            # All ranks raise the same error, and it names the rank at fault.
             named = cause.error.facts["rank"]
             cause = next((status for status in failed if status.rank == named), cause)
         if weak[cause.rank] >= 2:
@@ -268,6 +270,7 @@ class FailureDetector:
                 return None
             if (silent := self._silent_cause(now, statuses)) is not None:
                 return silent
+        # Wait for its end: the exit code decides on the kind.
         self._leaving += passed * self._share(cause, passed)
         if cause.exit_code is None and self._leaving < LEAVE_SECONDS and since < MOST_LEAVE_SECONDS:
             return None
@@ -297,7 +300,8 @@ class FailureDetector:
         return Verdict(kind="exited", rank=cause.rank, message=message, status=cause)
 
     def _silent_cause(self, now: float, statuses: Sequence[RankStatus]) -> Verdict | None:
-        """A living rank that did not come to the operation in which the others failed."""
+        """The verdict on a living rank that did not enter the operation in which the others failed;
+        None without such a rank."""
         alive = [status for status in statuses if not status.has_failed and not status.is_done]
         for status in alive:
             if status.state == "T":
@@ -356,16 +360,18 @@ class FailureDetector:
             return None
         if (differing := _differing_calls(running)) is not None:
             return differing
-        late = [status for status in running if status.record is None]
-        culprit = None if late else find_culprit(records)
+        unstarted = [status for status in running if status.record is None]
+        culprit = None if unstarted else find_culprit(records)
         if culprit is None:
-            message = f"rank {late[0].rank} did not start within {self._still:.0f} s"
-            return Verdict(kind="hung", rank=late[0].rank, message=message, status=late[0])
+            first = unstarted[0]
+            message = f"rank {first.rank} did not start within {self._still:.0f} s"
+            return Verdict(kind="hung", rank=first.rank, message=message, status=first)
         at_fault = next(status for status in running if status.rank == culprit.rank)
         record = at_fault.record
         if record is not None and (record.inside or record.on_device):
-            # It may wait for ranks of another node, whose watcher sees the rank at fault. A device,
-            # and a rank inside of an operation, may wait for any operation started earlier.
+            # It may wait for ranks of another node, whose watcher sees the rank at fault: then no
+            # verdict. A device may wait for an operation of any group of its rank, a rank for any
+            # operation that ranks of this node wait in.
             groups = set(record.counts) if record.on_device else set[str]()
             waited_for = [at for other in statuses if (at := _collective(other)) is not None]
             members = [members_of(group) for group in groups] + [at.members for at in waited_for]
@@ -389,9 +395,9 @@ class FailureDetector:
     ) -> Verdict:
         """The verdict on a living rank that holds the others up for `waited` seconds."""
         records = [other.record for other in statuses if other.record is not None]
-        culprit, record, start = find_culprit(records), status.record, f"rank {status.rank}"
+        culprit, record, name = find_culprit(records), status.record, f"rank {status.rank}"
         if kind == "stopped":
-            message = f"{start} was stopped (SIGSTOP)"
+            message = f"{name} was stopped (SIGSTOP)"
             if culprit is None or culprit.rank != status.rank:
                 # The operation of the first waiting rank, if this rank is one of its members.
                 others = (other for other in statuses if other.rank != status.rank)
@@ -401,14 +407,14 @@ class FailureDetector:
                 culprit = culprit_in(status.rank, at, by_rank) if at and is_member else None
         elif record is not None and record.on_device:
             queue = f", behind {record.collective}" if record.collective is not None else ""
-            message = f"{start} has waited for {waited:.0f} s for its device{queue}"
+            message = f"{name} has waited for {waited:.0f} s for its device{queue}"
         elif record is not None and record.inside:
-            message = f"{start} has waited for {waited:.0f} s in {record.collective}"
+            message = f"{name} has waited for {waited:.0f} s in {record.collective}"
         else:
             is_reading = record is not None and record.phase == DATA
             state = "is busy" if status.state == "R" else "sleeps"
             where = "while it read data" if is_reading else "in user code"
-            message = f"{start} {state} {where} for {waited:.0f} s without progress"
+            message = f"{name} {state} {where} for {waited:.0f} s without progress"
         if culprit is not None and culprit.entered and status.rank in culprit.missing:
             entered = _ranks(culprit.entered)
             message += (
@@ -433,12 +439,14 @@ def _differing_calls(statuses: Sequence[RankStatus]) -> Verdict | None:
     if not calls:
         return None
     most, *others, least = calls
-    right = " and ".join(f"{_ranks(call.ranks)} called {call}" for call in (most, *others))
+    expected = " and ".join(f"{_ranks(call.ranks)} called {call}" for call in (most, *others))
     at = most.collective
     return Verdict(
         kind="mismatch",
         rank=least.ranks[0],
-        message=f"{_ranks(least.ranks)} called {least} as #{at.number} of {at.axis}, where {right}",
+        message=(
+            f"{_ranks(least.ranks)} called {least} as #{at.number} of {at.axis}, where {expected}"
+        ),
         status=next(status for status in statuses if status.rank == least.ranks[0]),
         collective=at,
         entered=most.ranks,
@@ -480,6 +488,7 @@ def _network_cut(
 
 
 def _collective(status: RankStatus) -> Collective | None:
+    """The operation that the rank waits in."""
     return status.record.collective if status.record is not None and status.record.inside else None
 
 

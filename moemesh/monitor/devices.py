@@ -15,14 +15,14 @@ _SIGNS = (NVIDIA_DRIVER, "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd
 _TOOLS = ("nvidia-smi", "rocm-smi")
 #: Variable with the rendezvous folder of our launcher, set for each of its ranks.
 FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
-#: File in it with the configuration that the launcher has resolved for its ranks.
+#: File of this folder with the configuration that the launcher has resolved for its ranks.
 RESOLVED = "config.toml"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: Variables with default and synonyms; each rank reads them before its first use of CUDA. One queue
-#: for each group of ranks: with fewer, unrelated streams wait for one another. Expandable segments,
-#: since numbers of rows change with the routing: blocks of fixed size would leave gaps between.
+#: Variables with default and synonyms; CUDA reads them at its first use in a rank.
 _SETTINGS = {
+    # A queue for each group of ranks: with fewer, unrelated streams wait for one another.
     "CUDA_DEVICE_MAX_CONNECTIONS": ("32", ()),
+    # Numbers of rows change with the routing: blocks of fixed size would leave gaps between them.
     "PYTORCH_ALLOC_CONF": ("expandable_segments:True", ("PYTORCH_CUDA_ALLOC_CONF",)),
 }
 

@@ -1,10 +1,10 @@
 """The lease of a run folder: one process may write there, by a locked file, an epoch and a counter.
 
-The lock of the operating system (flock) decides between processes that see it. On file systems of
-several hosts that do not share locks, the holder raises a counter every two seconds: a holder whose
-counter rests for a while is dead. Clocks of two hosts are never compared. Every start of a run has
-an epoch of its own; a suspended process of an earlier epoch finds the new one in the file when it
-continues, and writes nothing more.
+The lock of the operating system (flock) decides between processes that see it. Some file systems of
+several hosts do not share locks; therefore the holder raises a counter every two seconds, and a
+holder whose counter does not change for seven seconds counts as dead. Clocks of two hosts are never
+compared. Every start of a run has an epoch of its own; a suspended process of an earlier epoch
+finds the new one in the file when it continues, and writes nothing more.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Lease:
         #: Identity of the run, the same for all its starts.
         run = _read(handle).get("run")
         self.run = run if run and isinstance(run, str) else uuid.uuid4().hex
-        #: Number of its claim to an external checkpoint folder; None without one.
+        #: Number of the run's claim to an external checkpoint folder; None without one.
         self._claim: int | None = None
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._holder = holder_now()

@@ -1,9 +1,9 @@
 """The watchers of the other nodes of a run, and which of their hosts cannot be reached.
 
-Every two watchers hold a TCP connection over which nothing is sent after a greeting. The kernels of
-both hosts probe it: they answer for a process that is slow or suspended as well, and a watcher that
-leaves or is killed closes it. If a connection times out, the network is cut or the host is down;
-this module cannot distinguish the two. torch is not imported.
+Each pair of watchers has a TCP connection, over which nothing is sent after a greeting. The kernels
+of both hosts probe it: a kernel answers also for a process that is slow or suspended, and closes
+the connection of a watcher that leaves or is killed. If a connection times out, the network is cut
+or the host is down; this module cannot distinguish the two. torch is not imported.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def introduce(store: Store, folder: Path | None, ranks: range, world_size: int) 
 
 @dataclass(kw_only=True)
 class _Peer:
-    """The watcher of another node. ``lost``: its host does not answer; ``has_left``: it ended."""
+    """The watcher of another node: its ``first`` rank, host and address. ``lost``: its host does
+    not answer; ``has_left``: the watcher ended. ``next_attempt``: monotonic seconds."""
 
     first: int
     num_ranks: int
@@ -115,7 +116,7 @@ class _Peer:
 
 @dataclass(kw_only=True, eq=False)
 class _Link:
-    """A connection. ``peer`` None: an incoming one without a greeting yet."""
+    """A connection. ``peer`` None: an incoming connection without a whole greeting."""
 
     socket: socket.socket
     #: Monotonic seconds at which a connection without a whole greeting is closed.
@@ -124,7 +125,7 @@ class _Link:
     #: Whether the TCP connection is established.
     is_made: bool = True
     #: Bytes of the greeting received so far.
-    heard: bytes = b""
+    received: bytes = b""
 
 
 class Peers:
@@ -167,8 +168,9 @@ class Peers:
                 self._drop(link, failed, now)
         for key, _ in self._selector.select(0):
             if key.data is not None:
-                self._hear(key.data, now)
+                self._handle(key.data, now)
                 continue
+            # The listener: accept incoming connections.
             with suppress(OSError):  # until the queue is empty
                 while True:
                     connection, _ = self._listener.accept()
@@ -233,7 +235,7 @@ class Peers:
         self._greeting.add(link)
         self._selector.register(link.socket, event, link)
 
-    def _hear(self, link: _Link, now: float) -> None:
+    def _handle(self, link: _Link, now: float) -> None:
         """Handle an event of a connection: established, bytes of a greeting, closed, failed."""
         if link.socket.fileno() < 0:
             return  # dropped by another event of the same poll
@@ -245,16 +247,16 @@ class Peers:
                 self._selector.modify(link.socket, selectors.EVENT_READ, link)
                 link.socket.send(self._greeting_of(self._own))
                 return
-            heard = link.socket.recv(_GREETING.size)
-            link.heard += heard if link in self._greeting else b""
-            if not heard:
+            chunk = link.socket.recv(_GREETING.size)
+            link.received += chunk if link in self._greeting else b""
+            if not chunk:
                 self._drop(link, 0, now)
-            if link not in self._greeting or len(link.heard) < _GREETING.size or not heard:
+            if link not in self._greeting or len(link.received) < _GREETING.size or not chunk:
                 return
             # The connection is valid if its greeting comes from a watcher of this run.
-            first, _ = _GREETING.unpack(link.heard[: _GREETING.size])
+            first, _ = _GREETING.unpack(link.received[: _GREETING.size])
             peer = self._peers.get(first)
-            is_genuine = hmac.compare_digest(link.heard, self._greeting_of(first))
+            is_genuine = hmac.compare_digest(link.received, self._greeting_of(first))
             if peer is None or not is_genuine or link.peer not in (None, peer):
                 raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
             if link.peer is None:
@@ -275,7 +277,7 @@ class Peers:
 
     def _drop(self, link: _Link, error: int, now: float) -> None:
         """End a connection because of `error` (0: the other side has closed it)."""
-        was_open = link not in self._greeting
+        was_greeted = link not in self._greeting
         self._greeting.discard(link)
         self._selector.unregister(link.socket)
         link.socket.close()
@@ -283,10 +285,10 @@ class Peers:
         if peer is None or peer.link is not link:
             return
         peer.link = None
-        if error == errno.ECONNREFUSED or (was_open and not error):
-            # Its host answers, but no watcher listens: its run ended, or it was killed.
+        if error == errno.ECONNREFUSED or (was_greeted and not error):
+            # The host answers, but no watcher listens: its run ended, or the watcher was killed.
             peer.lost, peer.has_left = False, True
-        elif was_open:
+        elif was_greeted:
             peer.lost, peer.next_attempt = error in _LOST, now
 
 

@@ -82,7 +82,8 @@ class Collective:
 @dataclass(frozen=True, kw_only=True)
 class ProgressRecord:
     """The record of one rank. ``changes`` grows with every write, ``moved`` is the time of the last
-    one; times are monotonic seconds. ``number``: operations that the rank has entered so far.
+    one; times are monotonic seconds. ``microbatch`` and ``layer``: from 0, -1 outside of them.
+    ``number``: operations that the rank has entered so far.
 
     ``inside``: the rank waits in ``collective``. Otherwise ``collective`` is the operation that it
     waited in last, or, after a failure, entered last.
@@ -274,6 +275,7 @@ def _newest(memory: mmap.mmap | bytearray, start: int) -> bytes | None:
     """The newest intact record of the two places; None before the first write."""
     places = (start, start + PLACE_BYTES)
     for _ in range(1000):
+        # A read while the rank writes may be torn: only two equal reads count.
         raws = [bytes(memory[place : place + RECORD.size]) for place in places]
         reread = [bytes(memory[place : place + RECORD.size]) for place in places]
         stable = [raw for raw, same in zip(raws, reread, strict=True) if raw == same]
@@ -323,7 +325,7 @@ class _Writer:
         self.shown = self.before = bytes(TICKET.size)
         #: Time of the last write, and `changes` as the last field of the record repeats it.
         self.moved, self.repeated = 0.0, 0
-        #: Seconds of waiting: all, in steps, and the time at which the present wait began.
+        #: Seconds of waiting, in total and in steps; the time at which the present wait began.
         self.waited = self.waited_in_steps = self.since = 0.0
         #: Seconds of work in finished steps, and the time at which the present step began.
         self.worked = self.began = 0.0
@@ -477,7 +479,8 @@ def entered(
     count = 0
     if slot >= 0:
         count = writer.counts[slot] = writer.counts[slot] + 1
-        COUNT.pack_into(writer.memory, writer.start + HEADER_BYTES + slot * GROUP.size + 56, count)
+        place = writer.start + HEADER_BYTES + slot * GROUP.size
+        COUNT.pack_into(writer.memory, place + GROUP.size - COUNT.size, count)
     writer.number += 1
     ticket = Ticket(slot, count, writer.name(op), writer.name(axis), writer.name(caller), num_bytes)
     if threading.get_ident() not in writer.background:

@@ -77,6 +77,7 @@ def has_supervisor(folder: Path) -> bool:
 
 
 def _sweep(parent: Path) -> None:
+    """Remove this user's folders whose supervisor was killed."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if folder.stat().st_uid != os.getuid():
@@ -115,8 +116,7 @@ def read_error(folder: Path, rank: int) -> ReportedError | None:
 
 # Ranks of a node that torchrun, srun or another launcher has started: the first rank to arrive
 # makes a folder and starts the watcher; the others find the folder by its name, a hash that the
-# ranks of this node and this start share. A node is a part of a machine: ranks that see one
-# another's processes.
+# ranks of this node and this start share. Ranks of a node see one another's processes.
 
 #: Variables that identify one start of ranks.
 _NAMES = (
@@ -197,7 +197,7 @@ def join_node(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | No
             with suppress(OSError):
                 is_ours = folder.stat().st_uid == os.getuid()
                 has_lock = has_supervisor(folder)
-                # Its watcher and this process must see the same processes.
+                # The watcher of the folder and this process must see the same processes.
                 sees_processes = (folder / _PROCESSES).read_text() == process_namespace()
                 if is_ours and sees_processes and (has_lock or not (folder / LOCK).exists()):
                     return folder
@@ -257,8 +257,8 @@ class ProcessHandles:
         self._codes: dict[int, int] = {}
 
     def exit_code(self, rank: int, record: ProgressRecord | None) -> int | None:
-        """The exit code of a rank as in :class:`moemesh.monitor.detector.RankStatus`; `record`: its
-        newest."""
+        """The exit code of a rank as in :class:`moemesh.monitor.detector.RankStatus`; `record`: the
+        newest record of the rank."""
         if self.started:
             return self.started[rank].poll()
         if record is not None and rank not in self._pids:

@@ -45,9 +45,9 @@ from moemesh.trace.machine import process_state, text_of
 
 #: Number of comparisons for a verdict; each covers the steps between two polls, usually one.
 _COMPARISONS = 18
-#: A straggler works at least this many times as long as the others, in the median, ...
+#: Least ratio of a straggler's work to that of the others, in the median of the comparisons.
 _RATIO = 1.25
-#: ... and this many standard errors longer, by the mean of the middle half.
+#: Least logarithm of this ratio in standard errors, by the mean of the middle half.
 _DEVIATIONS = 4.5
 #: Standard error of the mean of the middle half of normal values, in units of deviation / sqrt(n).
 _MIDDLE_HALF = 1.1
@@ -79,17 +79,20 @@ class Straggler:
 class StragglerDetector:
     """Straggler detection from the progress records of all ranks; returns each straggler once.
 
-    Seconds a step do not show a straggler, since collectives make them equal. A late rank works
+    Seconds a step do not show a straggler, since collectives make them equal. A straggler works
     longer than the others before it enters the operation that they wait in: its seconds a step
     outside of operations are compared with those of the other ranks of its stage, step by step.
     Stages of one rank are skipped.
     """
 
     def __init__(self) -> None:
+        #: First step seen of each rank.
         self._first: dict[int, int] = {}
-        #: Per stage: the newest records of its ranks, and their seconds of work a step.
+        #: By stage: records of its ranks at the last comparison, and seconds of work a step, by
+        #: rank, of the last comparisons.
         self._before: dict[int, dict[int, ProgressRecord]] = {}
         self._rows: dict[int, deque[dict[int, float]]] = {}
+        #: Stragglers returned so far.
         self._named: set[int] = set()
 
     def poll(self, records: Sequence[ProgressRecord]) -> list[Straggler]:
@@ -117,23 +120,23 @@ class StragglerDetector:
             rows.append(work)
             if len(rows) < _COMPARISONS:
                 continue
-            # Per rank against the median of the others: log ratios, median difference in seconds.
-            late: dict[int, list[float]] = {}
+            # Each rank against the median of the others: log ratios, median difference in seconds.
+            logs: dict[int, list[float]] = {}
             seconds: dict[int, float] = {}
             for rank in now:
                 usual = [statistics.median(v for r, v in row.items() if r != rank) for row in rows]
-                pairs = [(row[rank], other) for row, other in zip(rows, usual, strict=True)]
-                late[rank] = [math.log(local / other) for local, other in pairs]
-                seconds[rank] = statistics.median(local - other for local, other in pairs)
+                pairs = [(row[rank], median) for row, median in zip(rows, usual, strict=True)]
+                logs[rank] = [math.log(value / median) for value, median in pairs]
+                seconds[rank] = statistics.median(value - median for value, median in pairs)
             # The mean of the middle half ignores a few outliers.
             cut = slice(len(rows) // 4, len(rows) - len(rows) // 4)
-            middle = {rank: statistics.fmean(sorted(values)[cut]) for rank, values in late.items()}
+            means = {rank: statistics.fmean(sorted(values)[cut]) for rank, values in logs.items()}
             # Over all ranks: the deviation of one rank's few values often comes out too small.
-            spread = statistics.median(abs(v - middle[rank]) for rank in late for v in late[rank])
+            spread = statistics.median(abs(v - means[rank]) for rank in logs for v in logs[rank])
             error = _MIDDLE_HALF * _MAD_TO_DEVIATION * spread / math.sqrt(len(rows))
-            slowest = max(middle, key=lambda rank: middle[rank])
-            ratio, more = math.exp(statistics.median(late[slowest])), seconds[slowest]
-            is_late = middle[slowest] >= _DEVIATIONS * error and more >= _LEAST_SECONDS
+            slowest = max(means, key=lambda rank: means[rank])
+            ratio, more = math.exp(statistics.median(logs[slowest])), seconds[slowest]
+            is_late = means[slowest] >= _DEVIATIONS * error and more >= _LEAST_SECONDS
             if ratio >= _RATIO and is_late and slowest not in self._named:
                 self._named.add(slowest)
                 step = max(record.step for record in of_stage) - 1
@@ -224,9 +227,9 @@ _FOLLOW_SECONDS = 1.0
 class SupervisorResult:
     """The end of the ranks: the exit code of the run, and the verdict if it failed.
 
-    ``stopped_by``: the signal that stopped this process; ``is_cut``: the ranks did not leave by
-    themselves; ``was_training``: they were past their start. ``stacks``: stacks of each rank that
-    could still write them. ``traces``: traces of reported exceptions.
+    ``stopped_by``: the signal that stopped this process; ``is_cut``: the ranks were killed before
+    they left; ``was_training``: they were past their setup. ``stacks``: stacks of each rank that
+    could still write them. ``traces``: traces of reported exceptions, by rank.
     """
 
     code: int
@@ -387,7 +390,8 @@ class Supervisor:
         config: str = "",
     ) -> None:
         """`command`: that of every rank. Rank 0 writes to this process's output, rank i to
-        ``rank-i.out`` and ``rank-i.err`` in `logs`. `answer` is printed at the first Ctrl-C.
+        ``rank-i.out`` and ``rank-i.err`` in `logs`. `answer` is printed at the first Ctrl-C; ranks
+        that have not left `grace_seconds` after it, or after another signal, are killed.
         `check` is called once a second and raises a RunFolderError to end the run. `notice` is
         called with each straggler. `is_last`: this process exits after the ranks, so that signals
         are ignored once all of them have finished. `config`: the resolved configuration, which
