@@ -114,9 +114,10 @@ def memory_rows(
     for profile in measured:
         if (expected := expected_by.get(profile.rank)) is None:
             continue
-        before, after = expected.activation_kinds, profile.activation_kinds
+        expected_kinds, actual_kinds = expected.activation_kinds, profile.activation_kinds
         kinds = [
-            (f"· {kind}", before.get(kind, 0), after.get(kind, 0)) for kind in ACTIVATION_KINDS
+            (f"· {kind}", expected_kinds.get(kind, 0), actual_kinds.get(kind, 0))
+            for kind in ACTIVATION_KINDS
         ]
         for part in PARTS:
             sizes = (part.replace("_", " "), expected.parts()[part], profile.parts()[part])
@@ -254,9 +255,9 @@ def large_differences(
     reason for (part, measured over predicted)."""
     total, sentences = sum(measured.values()), list[str]()
     for part, amount in measured.items():
-        before = predicted.get(part, 0.0)
-        times = amount / before if before else 1.0
-        if not 1 / ratio < times < ratio and max(amount, before) >= _LARGE_SHARE * total:
+        expected = predicted.get(part, 0.0)
+        times = amount / expected if expected else 1.0
+        if not 1 / ratio < times < ratio and max(amount, expected) >= _LARGE_SHARE * total:
             name = f"{part[:1].upper()}{part[1:]}"
             sentences.append(f"{name}: {times:.2g} times the prediction; {reason_of(part, times)}.")
     return sentences
@@ -286,11 +287,11 @@ def about_seconds(seconds: StepSeconds) -> list[str]:
 
 def about_memory(predicted: Sequence[MemoryProfile], measured: MemoryProfile) -> list[str]:
     """Sentences on classes of memory of one rank that differ from their prediction."""
-    # Without a prediction nothing differs.
-    before = next((profile for profile in predicted if profile.rank == measured.rank), measured)
+    # Without a prediction the rank is compared with itself: nothing differs.
+    prediction = next((profile for profile in predicted if profile.rank == measured.rank), measured)
     expected, actual = (
         {name.replace("_", " "): size for name, size in profile.parts().items()}
-        for profile in (before, measured)
+        for profile in (prediction, measured)
     )
     return large_differences(expected, actual)
 
@@ -299,11 +300,11 @@ def about_traffic(
     predicted: Mapping[int, Ledger], measured: Mapping[int, Ledger], *, steps: int
 ) -> list[str]:
     """Sentences on axes whose bytes differ from their prediction."""
-    before, sent = (
+    expected, sent = (
         {f"over {axis}, {phase}": size for (axis, phase), size in sizes.items()}
         for sizes in (by_axis_and_phase(predicted), by_axis_and_phase(measured, steps=steps))
     )
-    return large_differences(before, sent)
+    return large_differences(expected, sent)
 
 
 def milliseconds(seconds: float) -> str:
@@ -311,7 +312,8 @@ def milliseconds(seconds: float) -> str:
 
 
 def difference(predicted: float, measured: float) -> str:
-    """Relative error of the prediction as text, from 10 on as a ratio; "0 %" means equal."""
+    """Relative error of the prediction as text, "0 %" if both are equal; for a prediction of more
+    than ten times the measured value, that ratio."""
     if predicted == measured:
         return "0 %"
     if measured and predicted > 10 * measured:
@@ -412,11 +414,11 @@ def traffic_bars(
     shown = keys[:_MAX_TRAFFIC]
     bars: list[StackedBar] = []
     for axis, phase in shown:
-        size, before = measured.get((axis, phase), 0.0), expected.get((axis, phase))
+        size, prediction = measured.get((axis, phase), 0.0), expected.get((axis, phase))
         text = format_bytes(size)
-        text += "" if before is None else f", predicted {format_bytes(before)}"
+        text += "" if prediction is None else f", predicted {format_bytes(prediction)}"
         name = svg.clip(f"{axis} · {phase}", 26)
-        bars.append(StackedBar(name, [(axis, size, format_bytes(size))], text, before))
+        bars.append(StackedBar(name, [(axis, size, format_bytes(size))], text, prediction))
     note = f" The {len(keys) - len(shown)} smallest are left out." if len(keys) > len(shown) else ""
     axis, phase = shown[0]
     description = (

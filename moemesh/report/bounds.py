@@ -40,8 +40,8 @@ Judgement = tuple[str, str, Sequence[Overrides]]
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """`shares`: share of a step's time by cause, for causes with a record. `facts`: name ->
-    (number, source file)."""
+    """Evidence from the files of a run. `shares`: share of a step's time by cause, for causes with
+    a record. `facts`: name -> (number, source file)."""
 
     run: Run
     of_run: RunFacts
@@ -88,7 +88,7 @@ def evidence_of(run: Run) -> Evidence:
     elif "communication" in shares or ("data" in shares and run.plan.get("world_size") == 1):
         shares["compute"] = max(1.0 - sum(shares.values()), 0.0)
     if of_run.shared_cores is not None and "communication" in shares:
-        # The waits are those of ranks whose cores compute for other ranks meanwhile.
+        # While a rank waits, its core computes for other ranks: the waits are not communication.
         shares["shared cores"] = shares.pop("communication") + shares.pop("imbalance", 0.0)
     loads = [load for load in run.loads if load.first_step >= run.plans[-1].first]
     newest = sorted({load.step for load in loads})[-_LAST_LOADS:]
@@ -127,7 +127,7 @@ def _from_timeline(
     if not (span := sum(parts.values())):
         return
     busy = parts["forward and backward"]
-    # `lost`: mean time in which a rank waits for the slowest rank of its stage.
+    # Imbalance: mean time that a rank has `lost` by waiting for the slowest rank of its stage.
     pp = run.section("plan").get("pp", 1)
     stages = pp if isinstance(pp, int) and pp > 0 else 1
     of_rank: defaultdict[int, float] = defaultdict(float)
@@ -139,11 +139,11 @@ def _from_timeline(
         work = [of_rank[rank] for rank in last.ranks[first : first + per_stage]]
         lost += sum(max(work) - value for value in work)
     lost /= max(len(last.ranks), 1)
+    # Bubble: the simulated idle time, scaled to the measured passes; other waits are for messages.
     waiting = parts["waiting"]
     simulated = step_parts(run.simulated) if run.simulated is not None else None
     bubble = 0.0
     if simulated is not None and sum(simulated.values()):
-        # The simulated idle time, scaled to the measured passes; other waits are for messages.
         bubble = min(
             waiting, simulated["waiting"] * busy / (simulated["forward and backward"] or 1)
         )
@@ -161,6 +161,7 @@ def _from_timeline(
     inside = shares.get("communication", 0.0) - (waiting + parts["reduce"]) / span
     # On one rank "reduce" is only the local sums of gradients.
     shares["communication"] = 0.0 if run.plan.get("world_size") == 1 else exposed + max(inside, 0.0)
+    # Seconds by part cover more steps than the timeline: they replace its shares.
     if run.seconds is not None:
         mean = run.seconds.mean()
         total = sum(mean.values()) or 1.0
@@ -193,11 +194,11 @@ def _data(evidence: Evidence) -> Judgement:
 
 def _communication(evidence: Evidence) -> Judgement:
     text = f"Ranks wait for communication with others in {_share(evidence, 'communication')}"
-    axis, before = "", "bytes over "
+    axis, prefix = "", "bytes over "
     sizes = {
-        name.removeprefix(before): size
+        name.removeprefix(prefix): size
         for name, (size, _) in evidence.facts.items()
-        if name.startswith(before)
+        if name.startswith(prefix)
     }
     if total := sum(sizes.values()):
         axis = max(sizes, key=lambda name: (sizes[name], name))

@@ -53,7 +53,6 @@ _NOT_SHOWN = ("schema", "epoch", "frames", "advice")
 
 def failure(report: Mapping[str, object]) -> Chapter:
     """Records of a failure (`failure.json`): its facts in words, and its traceback."""
-
     frames = report.get("frames")
     lines = map(str, cast("list[object]", frames)) if isinstance(frames, list) else ()
     text = "\n".join(line.rstrip("\n") for line in lines)
@@ -218,12 +217,12 @@ def timeline(run: Run) -> Chapter:
     last = run.timeline.last_step()
     unit = "ticks" if last.unit == "ticks" else "milliseconds"
     factor = MICROSECONDS[last.unit] / MICROSECONDS[unit]
+    # The note: shares of all ranks' time.
     ranks = last.statistics()
     longest = last.span or 1.0
     waits = last.of_kind(COMMUNICATION).statistics()
     # Ranks idle between their records, and wait for others inside of them.
-    capacity = len(ranks) * longest
-    waited = sum(rank.busy for rank in waits) / capacity  # share of all ranks' time
+    waited = sum(rank.busy for rank in waits) / (len(ranks) * longest)
     note = f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
     if waited:
         computing = 1 - waited - last.bubble_rate

@@ -42,8 +42,8 @@ class Series:
 
 
 class Frame(NamedTuple):
-    """Data range of the plotting area of a chart, and the chart's `width`; `top`: height above the
-    area."""
+    """Data range of the plotting area of a chart, and in pixels the chart's `width` and the height
+    above the area, `top`. `x` and `y` turn data into pixels."""
 
     left: float
     right: float
@@ -162,6 +162,7 @@ def line_charts(
 
 
 def _axes(frame: Frame, x_label: str, y_label: str) -> str:
+    """Both axes with their ticks; those of the horizontal axis are whole numbers."""
     bottom, right = _HEIGHT - _BOTTOM, frame.width - _RIGHT
     parts = [svg.text(_LEFT if frame.width == svg.WIDTH else 0, _TOP - 20, y_label, fill=svg.MUTED)]
     values = svg.ticks(frame.low, frame.high)
@@ -277,10 +278,11 @@ def one_curve(
     finite = [value for _, value in points if math.isfinite(value)]
     log = name == "grad_norm" and bool(finite) and 0 < 30 * min(finite) < max(finite)
     series = [Series(name=title, points=points, colour=_COLOUR_OF[name])]
-    names = title.lower().replace(" ", "-"), f"{title} over steps"
+    identity, heading = title.lower().replace(" ", "-"), f"{title} over steps"
     label, text = y_label or title.lower(), _range_text(title, points)
     label += ", log scale" if log else ""
-    return line_charts(*names, series, label, text, from_zero=not log, log=log, marks=marks)
+    look: dict[str, Any] = {"from_zero": not log, "log": log, "marks": marks}
+    return line_charts(identity, heading, series, label, text, **look)
 
 
 def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
@@ -289,6 +291,7 @@ def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
     for load in loads:
         of_step[load.step].append(load)
     steps = sorted(of_step)
+    # Curves: name, function over the layers of a step, field of the loads, colour.
     kinds: list[tuple[str, Callable[[list[float]], float], str, int]] = [
         ("experts, worst layer", max, "expert_max_over_mean", 1),
         ("experts, mean", statistics.fmean, "expert_max_over_mean", 0),
@@ -311,6 +314,7 @@ def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
 
 
 def _range_text(what: str, points: Sequence[Point]) -> str:
+    """Smallest, largest and median finite value as a sentence."""
     finite = sorted(value for _, value in points if math.isfinite(value))
     if not finite:
         return f"{what}: no finite value."

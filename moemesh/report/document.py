@@ -25,8 +25,8 @@ Cards = tuple[str, Sequence[tuple[str, str]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of texts; the first `num_names` columns are names, the others numbers, of which those
-    without any value are left out. A `folded` table is closed until the reader opens it."""
+    """A table of texts. The first `num_names` columns are names, the others numbers; a column of
+    numbers without any value is left out. A `folded` table is closed until the reader opens it."""
 
     caption: str
     header: Sequence[str]

@@ -41,7 +41,6 @@ from moemesh.trace.step_seconds import flop_rate
 
 # Health of a run: losses, skipped steps, survived failures.
 
-
 #: Relative rise of a loss below which it is noise.
 _NOTICEABLE = 0.03
 #: Multiple of the noise of a part above which a rise is significant.
@@ -134,17 +133,18 @@ def _verdict(
     if validated and validated[-1][0] == newest:
         name, loss = "validation", validated[-1][1]
     is_judged = newest >= LEAST_STEPS or newest == run.num_steps
+    # The run has not learned.
     if is_judged and unigram is not None and loss >= unigram:
         # Four times the steps so far, unless the run has more configured.
         num_steps = max(4 * newest, LEAST_STEPS)
         more_steps = f"train.steps={num_steps}" if num_steps > (run.num_steps or 0) else ""
         higher = higher_rate(run)
         # A rate below the usual one gains more from a higher one than from more steps.
-        is_low = more_steps and _rate_of(run) * 2 <= _usual_rate_of(run)
+        is_low = bool(more_steps) and _rate_of(run) * 2 <= _usual_rate_of(run)
         shape = shape_of(rows, rose=rose)
         if newest < LEAST_STEPS and shape != "rises":
             shape, is_low = "falls", False  # too few steps to judge the rate
-        why, change, is_early = {
+        why, change, continues = {
             "falls": ("", more_steps, True),
             "stays": ("its loss stays where it began: its learning rate is too low", higher, False),
             "falls slowly": (
@@ -160,7 +160,7 @@ def _verdict(
             f"The {name} loss ({loss:.2f}) is not below that of the unigram model "
             f"({unigram:.2f}), which knows only how often each token occurs: the run {why}.",
             change,
-            is_early,
+            continues,
         )
     if newest < LEAST_STEPS:
         return "", "", False
@@ -174,6 +174,7 @@ def _verdict(
         )
     if not validated:
         return "", "", False
+    # The run overfits, or its validation differs from its training.
     (step, loss), best = validated[-1], min(validated, key=lambda pair: pair[1])
     if loss > best[1] * (1 + _NOTICEABLE) + 1e-9:
         epoch = rows[-1].epoch
@@ -198,9 +199,9 @@ def _verdict(
 
 
 def shape_of(rows: Sequence[MetricsRow], *, rose: bool = False) -> str:
-    """The shape of the losses of a run that has not learned: "falls", "falls slowly", "stays" where
-    it began, "rises" (also: was far above its first value, or jumps under uneven gradients), or ""
-    where noise hides it."""
+    """The shape of the losses of a run that has not learned: "falls", "falls slowly", "stays" (near
+    its first value), "rises" (also: was far above its first value, or does not fall under uneven
+    gradients), or "" if noise hides the shape. `rose`: the losses have risen after their lowest."""
     losses = [row.loss for row in rows]
     norms = sorted(row.grad_norm for row in rows if math.isfinite(row.grad_norm))
     is_even = bool(norms) and norms[-1] < _UNEVEN * statistics.median(norms)
@@ -234,6 +235,7 @@ def _rate_of(run: Run) -> float:
 
 
 def _usual_rate_of(run: Run) -> float:
+    """The learning rate that suits such a run: from scratch, on loaded weights, or with LoRA."""
     rank = int(run.section("lora").get("rank") or 0)
     return usual_rate(loads_weights="path" in run.section("model"), lora_rank=rank)
 
@@ -411,7 +413,7 @@ def explain(run: Run) -> Explanation:
 
 
 def _not_failed(run: Run, evidence: Evidence, losses: Losses) -> tuple[str, list[str], str]:
-    """Cause, sentences and command."""
+    """Cause, sentences and command of a run without the report of a failure."""
     of_run = evidence.of_run
     state = of_run.state
     # Causes with a share of the step, the largest first. Without the share of compute, a small
@@ -583,8 +585,8 @@ def _checkpoint(run: Run) -> str:
 
 def _resume(run: Run, of_run: RunFacts, arguments: Sequence[str] = ()) -> str:
     """The command of the newest start, with `arguments` in place of its options for the same keys.
-    Elsewhere than where it was called, or if the folder was moved, its paths mean others: then the
-    command that resumes the folder."""
+    If this process runs in another directory, or the run folder was moved, the command's relative
+    paths are wrong: then the command that resumes the folder."""
     words = shlex.split(of_run.command)
     directory = run.starts[-1].get("directory") if run.starts else None
     if isinstance(directory, str) and words:

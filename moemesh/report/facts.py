@@ -30,14 +30,16 @@ NO_STEP: dict[State, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Figures of a run. `last`: row of the newest step; `progress`: "30 of 160" steps.
-    `validation` and `lowest`: (step, loss) of the newest and of the lowest validation loss.
-    `end_loss`: mean training loss of the last tenth of the steps, at most 100, since one step's
-    loss is noisy. `medians`: field of a row -> median over the steps of the current plan without
-    the first; `totals`: sum over all steps. `peak_bytes`: memory of the fullest rank; `sent_bytes`:
-    those of all ranks in a step of training. `command`: that of the newest start. `shared_cores`:
-    (ranks, cores) of a host whose CPU ranks outnumber its cores. Unknown figures are None, "" or
-    absent."""
+    """Figures of a run; unknown ones are None, "" or absent.
+
+    `last`: row of the newest step; `progress`: "30 of 160" steps. `validation` and `lowest`: (step,
+    loss) of the newest and of the lowest validation loss. `end_loss`: mean training loss of the
+    last tenth of the steps, at most 100 (the loss of one step is noisy).
+    `medians`: field of a row -> median over the steps of the current plan without the first;
+    `totals`: field -> sum over all steps. `peak_bytes`: memory of the fullest rank; `sent_bytes`:
+    bytes that all ranks send in a step of training. `command`: command line of the newest start.
+    `shared_cores`: (ranks, cores) of the first host, if its CPU ranks outnumber its cores.
+    """
 
     state: State
     last: MetricsRow | None
@@ -59,7 +61,7 @@ class RunFacts:
         validated = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
         medians = {name: median_of(run.current, name) for name in _MEDIANS}
         totals = {name: sum(getattr(row, name) for row in rows) for name in ("tokens", "seconds")}
-        ends = [row.loss for row in rows[-max(1, min(len(rows) // 10, 100)) :]]
+        last_losses = [row.loss for row in rows[-max(1, min(len(rows) // 10, 100)) :]]
         words = cast("list[object]", argv) if isinstance(argv, list) else []
         shared_cores = None
         with suppress(KeyError, TypeError, IndexError):
@@ -73,7 +75,7 @@ class RunFacts:
             progress=f"{rows[-1].step:,}{of_total}" if rows else "",
             validation=validated[-1] if validated else None,
             lowest=min(validated, key=lambda pair: pair[1], default=None),
-            end_loss=statistics.fmean(ends) if ends else None,
+            end_loss=statistics.fmean(last_losses) if last_losses else None,
             medians={name: value for name, value in medians.items() if value is not None},
             totals=totals if rows else {},
             peak_bytes=run.memory.peak if run.memory is not None and run.memory.ranks else None,

@@ -37,7 +37,8 @@ def replace_file(path: Path, content: str) -> Path:
         return unfinished.replace(path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a write names no file
+        # The error of a write has no file name.
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def kind_of(content: str) -> str:

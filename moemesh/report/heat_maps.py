@@ -83,8 +83,9 @@ def _panel(
     rows: Iterable[tuple[float, str]],
     frames: str = "",
 ) -> str:
-    """A matrix as boxes of height `cell`; runs of one colour in a row are one box. `below`: names
-    of the first and last column; `rows`: (height, name) of labels to the left."""
+    """A matrix as boxes of height `cell`; neighbours of one colour in a row are one box. `below`:
+    names of the first and last column; `rows`: (y, name) of labels to the left; `frames`: SVG
+    drawn over the boxes. Sizes in pixels."""
     boxes: defaultdict[str, list[str]] = defaultdict(list)
     for y, row in enumerate(matrix):
         colours, start = [heat_colour(classes, value) for value in row], 0
@@ -133,7 +134,7 @@ def _mean_loads(loads: Sequence[LayerLoads]) -> list[float]:
 
 def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
     """One panel for each layer: steps to the right, experts downwards, load over mean as colour.
-    Each is a figure of its own after that of the legend, so that a page wraps them to its width.
+    The legend and each panel are separate figures, so that a page wraps them to its width.
 
     Neighbouring steps, and neighbouring experts beyond 64, are averaged into one cell. Of more than
     12 layers the most unbalanced ones are drawn. "" without loads.

@@ -73,7 +73,7 @@ def document(run: Run) -> PageDocument:
         lines.append(f"On {_cut(hosts_named, _MAX_VALUE)}.")
     if of_run.command:
         lines.append(f"Command: {_cut(of_run.command, 4 * _MAX_VALUE)}")
-    # Missing degrees are 1; the number of ranks is their product.
+    # Missing degrees are 1; the number of ranks is the product of pp, dp, cp and tp.
     plan = run.plan or run.section("plan")
     values = [plan.get(name, 1) for name in DEGREES] if plan else []
     degrees = [(name, _cut(str(n), 20)) for name, n in zip(DEGREES, values, strict=False)]
@@ -147,7 +147,7 @@ def document(run: Run) -> PageDocument:
 
 
 def _cut(value: str, length: int) -> str:
-    """The first `length` characters; a cut text ends with the number of all."""
+    """The first `length` characters; a cut text ends with the number of characters of `value`."""
     return value if len(value) <= length else f"{value[:length]} … ({len(value):,} characters)"
 
 
@@ -203,11 +203,12 @@ def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     if not all(run.config for run in runs):
         return Chapter(missing="A run has no config.toml, so nothing can be compared.")
     texts = [run.config_text for run in runs]
+    # Changes of each run from the first one, by key; rows of (key, value in each run).
     changes = [{change.key: change for change in compare(texts[0], text)} for text in texts]
     rows: list[tuple[str, Sequence[object]]] = []
-    for key in sorted({key for changed in changes for key in changed}):
-        first = next(changed[key].old for changed in changes if key in changed)
-        rows.append((key, [ch[key].new if key in ch else first for ch in changes]))
+    for key in sorted({key for by_key in changes for key in by_key}):
+        first = next(by_key[key].old for by_key in changes if key in by_key)
+        rows.append((key, [by_key[key].new if key in by_key else first for by_key in changes]))
     follows = [following(text) for text in texts]
     # Keys of [train] with equal values that follow from others in some of the runs only.
     equal = {*chain(*follows)} - follows[0].intersection(*follows) - {key for key, _ in rows}
@@ -234,7 +235,7 @@ def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     return Chapter(tables=[table], note=left_out(len(rows), "keys"))
 
 
-#: Lines that are left out where seconds by part have a chapter of their own.
+#: Lines that are left out if all runs have seconds by part, which have a chapter of their own.
 _OF_PARTS = ("Waiting for data in a step, seconds", "Exposed communication, seconds")
 #: Lines of the table of results: name, number of a run (None: unknown), its text.
 _LINES: tuple[tuple[str, Callable[[RunFacts], float | None], Callable[[float], str]], ...] = (

@@ -14,9 +14,8 @@ MOST_ROWS = 64
 MOST_COLUMNS = 16
 #: Height of a row, widths of its label and of the name of its node, gap of the panels, in pixels.
 _ROW, _LABEL, _NODE, _GAP = 20, 84, 66, 20
+#: Width of a panel in pixels.
 _PANEL = (svg.WIDTH - _GAP) / 2
-
-
 #: The meshes: name in :data:`moemesh.config.layout.VIEWS`, title, axis of the colours, left edge.
 _VIEWS = (
     ("dense", "attention and dense MLPs: pp, dp, cp, tp", "dp", 0.0),
@@ -27,9 +26,8 @@ _VIEWS = (
 def draw_meshes(layout: Layout, num_experts: int = 0) -> str:
     """An SVG of both meshes side by side, ranks in order. On the left ranks of one colour have the
     same sequences, on the right the same experts, which are listed if `num_experts` is given."""
-    nodes = layout.ranks_per_node or layout.world_size
     parts: list[str] = []
-    height = max(_panel(parts, layout, *view, nodes) for view in _VIEWS) + 10
+    height = max(_panel(parts, layout, *view) for view in _VIEWS) + 10
     for size, axis in ((layout.dp, "dp"), (layout.ep, "ep")):
         names: list[tuple[str, str]] = []
         for index in range(min(size, len(svg.COLOURS))):
@@ -55,11 +53,12 @@ def _colour(index: int, axis: str) -> str:
 
 
 def _panel(
-    parts: list[str], layout: Layout, view: str, title: str, colour: str, left: float, nodes: int
+    parts: list[str], layout: Layout, view: str, title: str, colour_axis: str, left: float
 ) -> float:
-    """Add the mesh `view` to `parts`; returns its lower edge. `colour`: axis whose index gives the
-    colour; `nodes`: ranks of a node."""
+    """Add the mesh `view` to `parts`; returns its lower edge. The index of a rank on `colour_axis`
+    gives its colour."""
     degrees = layout.dimensions(view)
+    ranks_per_node = layout.ranks_per_node or layout.world_size
     # A row consists of the innermost axes: at least one, at most MOST_COLUMNS ranks.
     inner: list[str] = []
     for axis in reversed(degrees):
@@ -92,16 +91,18 @@ def _panel(
         for column in range(columns):
             rank = first + column
             x = left + _LABEL + column * width
-            fill = _colour(layout.coordinates(rank)[colour], colour)
-            hint = f"rank {rank}, node {rank // nodes}"
+            fill = _colour(layout.coordinates(rank)[colour_axis], colour_axis)
+            hint = f"rank {rank}, node {rank // ranks_per_node}"
             parts.append(svg.rectangle(x, y, width - 2, _ROW - 2, fill, title=hint))
             if width >= svg.text_width(str(rank), 9) + 2:
                 middle, ink = x + width / 2 - 1, svg.ink_on(fill)
                 parts.append(svg.text(middle, y + 13, rank, anchor="middle", fill=ink, size=9))
-        if nodes < layout.world_size and (row == 0 or first // nodes != (first - 1) // nodes):
+        node = first // ranks_per_node
+        begins_node = row == 0 or node != (first - 1) // ranks_per_node
+        if ranks_per_node < layout.world_size and begins_node:
             x = left + _LABEL + columns * width + 6
-            last = (first + columns - 1) // nodes
-            label = f"node {first // nodes}" + (f"-{last}" if last > first // nodes else "")
+            last = (first + columns - 1) // ranks_per_node
+            label = f"node {node}" + (f"-{last}" if last > node else "")
             parts.append(svg.text(x, y + 14, label, size=10))
         y += _ROW
     if num_rows > shown:
@@ -120,7 +121,7 @@ _SHADES = tuple(svg.tint(svg.COLOURS[0], share) for share in (0.85, 0.65, 0.45, 
 def draw_pairs(panels: Sequence[Pairs]) -> str:
     """An SVG with one matrix for each of `panels`, senders as lines and receivers as columns; rows
     that stay on their rank have a frame instead of a colour."""
-    above, before, gap = 40, 44, 40
+    above, before, gap = 40, 44, 40  # pixels above a matrix, to its left, and after it
     most = max((n for *_, rows in panels for line in rows for n in line), default=0)
     ranks = max((len(rows) for *_, rows in panels), default=1)
     cell = max(12.0, min(30.0, (svg.WIDTH / 2 - before - gap) / ranks))
@@ -135,8 +136,8 @@ def draw_pairs(panels: Sequence[Pairs]) -> str:
         left, top = left + before, top + above
         for sender, line in enumerate(rows):
             y = top + sender * cell
-            middle, who = y + cell / 2 + 4, f"from {sender}"
-            parts.append(svg.text(left - 6, middle, who, anchor="end", size=9, fill=svg.MUTED))
+            middle, label = y + cell / 2 + 4, f"from {sender}"
+            parts.append(svg.text(left - 6, middle, label, anchor="end", size=9, fill=svg.MUTED))
             for receiver, count in enumerate(line):
                 x = left + receiver * cell
                 shade = (count - 1) * len(_SHADES) // max(most, 1)

@@ -129,13 +129,15 @@ def text(
 def rectangle(
     x: float, y: float, width: float, height: float, fill: str, *, title: str = "", more: str = ""
 ) -> str:
-    """A filled rectangle; `title` is its text for tooltips and screen readers."""
+    """A filled rectangle. `title`: text for tooltips and screen readers; `more`: more attributes,
+    after a blank."""
     size = f'width="{coordinate(width)}" height="{coordinate(height)}"'
     start = f'<rect x="{coordinate(x)}" y="{coordinate(y)}" {size} fill="{fill}"{more}'
     return f"{start}><title>{escape(title)}</title></rect>" if title else f"{start}/>"
 
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str = GRID, width: float = 1) -> str:
+    """A line from (`x1`, `y1`) to (`x2`, `y2`), `width` pixels wide."""
     ends = (
         f'x1="{coordinate(x1)}" y1="{coordinate(y1)}" x2="{coordinate(x2)}" y2="{coordinate(y2)}"'
     )

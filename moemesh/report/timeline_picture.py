@@ -126,8 +126,9 @@ def timeline_rows(
     """Records of the first 32 ranks over time, as about `most` boxes. "" without records.
 
     Several timelines (simulated, measured) are drawn below one another on one time axis, each from
-    its own start. The axis has the unit of the last one. A timeline in ticks is stretched so that
-    its busiest rank has the same busy time as one in seconds: order and waiting can be compared.
+    its own start. The axis has the unit of the last timeline. If only one of the two is in ticks,
+    the first is stretched so that the busiest ranks of both have the same busy time: order and
+    waiting can be compared.
 
     Boxes too narrow to see are joined with their neighbours, in grey for mixed kinds. `memory` of
     the first timeline (rank -> steps, as returned by :func:`moemesh.trace.pipeline.activations`) is

@@ -91,6 +91,6 @@ def common_measure(times: set[float]) -> float | None:
         fractions.append(Fraction(time).limit_denominator(10_000))
         if abs(fractions[-1] - Fraction(time)) > 1e-9 * max(longest, 1.0):
             return None
-    whole = math.lcm(*(time.denominator for time in fractions))
-    measure = math.gcd(*(int(time * whole) for time in fractions)) / whole
+    denominator = math.lcm(*(time.denominator for time in fractions))
+    measure = math.gcd(*(int(time * denominator) for time in fractions)) / denominator
     return measure if measure and longest / measure <= _MAX_COLUMNS else None

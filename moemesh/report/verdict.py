@@ -46,6 +46,8 @@ def verdict(profile: Profile) -> list[str]:
         f"profile     {plural(profile.num_steps, 'step')} on {plural(len(profile.ranks), 'rank')}, "
         f"{step / 1e3:,.1f} ms a step with the profiler, which slows operations and long waits"
     ]
+    # Phases of each rank, and their microseconds in all: those of steps without the profiler, if
+    # they were recorded.
     plain = [rank.plain for rank in profile.ranks if rank.plain]
     phases_of, total = [rank.phases for rank in profile.ranks], step * steps
     if plain:
@@ -80,7 +82,7 @@ def verdict(profile: Profile) -> list[str]:
         milliseconds = pause.microseconds / 1e3
         lines.append(f"long wait   {milliseconds:,.1f} ms on rank {pause.rank}, {pause.collective}")
     if len(profile.ranks) > 1:
-        busy: dict[int, float] = {}
+        busy: dict[int, float] = {}  # microseconds in passes, without waits
         for rank in profile.ranks:
             passes = sum(record.duration for record in rank.phases if record.kind in KINDS) * 1e6
             waits = sum(p.microseconds for p in pauses if p.rank == rank.rank and p.is_in_pass)
@@ -113,6 +115,7 @@ def _span(phases: Sequence[WorkRecord]) -> float:
 
 
 def _shares(parts: dict[str, float], whole: float) -> str:
+    """Shares of `whole` of at least 0.1 %, largest first."""
     named = sorted(parts.items(), key=lambda item: -item[1])
     return "  ".join(
         f"{name} {value / whole:.1%}" for name, value in named if whole and value / whole >= 0.001
@@ -141,11 +144,12 @@ def pauses_of(rank: RankProfile) -> list[Pause]:
             length = end - begin
             if length < _PAUSE_MICROSECONDS or not num_passed:
                 continue
-            around = [record.kind in KINDS for start, stop, record in spans
-                      if start <= begin and end <= stop]  # fmt: skip
-            if around:
+            # Phases around the pause: whether each is a forward or backward.
+            are_passes = [record.kind in KINDS for start, stop, record in spans
+                          if start <= begin and end <= stop]  # fmt: skip
+            if are_passes:
                 name = str(marks[num_passed - 1]["name"]).removeprefix(MARK)
-                pauses.append(Pause(rank.rank, length, name, any(around)))
+                pauses.append(Pause(rank.rank, length, name, any(are_passes)))
     return pauses
 
 
@@ -163,16 +167,16 @@ def _operations(events: Sequence[Event]) -> list[tuple[Event, float, bool]]:
     ]
     operations.sort(key=lambda event: (event["ts"], -event["dur"]))
     self_times = [float(event["dur"]) for event in operations]
-    around: list[int] = []
+    enclosing: list[int] = []  # numbers of the operations around the present one, outermost first
     is_outer: list[bool] = []
     ends = [event["ts"] + event["dur"] for event in operations]
     for number, event in enumerate(operations):
-        while around and ends[around[-1]] <= event["ts"]:
-            around.pop()
-        is_outer.append(not around)
-        if around:
-            self_times[around[-1]] -= event["dur"]
-        around.append(number)
+        while enclosing and ends[enclosing[-1]] <= event["ts"]:
+            enclosing.pop()
+        is_outer.append(not enclosing)
+        if enclosing:
+            self_times[enclosing[-1]] -= event["dur"]
+        enclosing.append(number)
     return list(zip(operations, self_times, is_outer, strict=True))
 
 

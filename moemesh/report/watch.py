@@ -72,14 +72,14 @@ class Tail:
                 data = file.read(_READ_BYTES)
         except OSError:
             return False, None
-        whole = data.rfind(b"\n") + 1
-        if not whole and len(data) == _READ_BYTES:
-            whole = len(data)  # longer than any row: damage
-        if not whole:
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) == _READ_BYTES:
+            end = len(data)  # longer than any row: damage
+        if not end:
             return is_cut, None
-        self._offset += whole
+        self._offset += end
         rows: list[dict[str, Any]] = []
-        for line in data[:whole].splitlines():
+        for line in data[:end].splitlines():
             try:
                 row: Any = parse_json(line)
             except ValueError:
@@ -99,6 +99,7 @@ class Curve:
     _count: int = 0
 
     def add(self, value: float) -> None:
+        """Add a value; one that is not finite is left out."""
         if not math.isfinite(value):
             return
         self._sum, self._count = self._sum + value, self._count + 1
@@ -241,12 +242,12 @@ class Watched:
         self._last_kind = ""  # of the newest event that starts or ends a run
         #: Counter of the lease, and the time at which it was first read.
         self._beat: tuple[object, float] = (None, time.monotonic())
-        self._has_read_config = self._misses_all = False
+        self._has_read_config = self._has_warned = False
         self.view = View(folder.resolve().name)
 
     @property
     def is_run(self) -> bool:
-        """Whether a run has written into the folder; an empty file is none of its."""
+        """Whether a run has written into the folder; empty files do not count."""
         files = (self.folder / name for name in (METRICS, EVENTS, RUN_PLAN, LEASE))
         return any(file.exists() and file.stat().st_size for file in files)
 
@@ -269,9 +270,10 @@ class Watched:
                 ):
                     events.append(Event(time="", step=before, kind="warning", text=text))
                 self.view.add_row(row)
+        # A checkpoint without any row: warn once.
         newest = newest_checkpoint(self.folder)
-        if self.view.row is None and newest and not self._misses_all:
-            self._misses_all = True
+        if self.view.row is None and newest and not self._has_warned:
+            self._has_warned = True
             text = missing_steps(self._metrics.path.name, {}, newest)
             events.append(Event(time="", step=None, kind="warning", text=text))
         while (objects := self._events.objects()[1]) is not None:
