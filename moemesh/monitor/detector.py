@@ -210,7 +210,7 @@ class FailureDetector:
         self._leaving = 0.0  # seconds in which the rank at fault could have left
         self._stopped: defaultdict[int, float] = defaultdict(float)  # seconds in state T, by rank
         self._still = 0.0  # seconds without any progress
-        #: By rank, in the last snapshot: counter of the record, CPU seconds.
+        #: Counters of the records, and CPU seconds, in the last snapshot: by rank.
         self._changes: dict[int, int] = {}
         self._cpu: dict[int, float] = {}
         #: Seconds of the last steps, number of steps so far, the last one and its time.

@@ -88,8 +88,8 @@ class StragglerDetector:
     def __init__(self) -> None:
         #: First step seen of each rank.
         self._first: dict[int, int] = {}
-        #: By stage: records of its ranks at the last comparison, and seconds of work a step, by
-        #: rank, of the last comparisons.
+        #: Records of each stage's ranks at the last comparison; seconds of work a step, by rank, of
+        #: each stage's last comparisons.
         self._before: dict[int, dict[int, ProgressRecord]] = {}
         self._rows: dict[int, deque[dict[int, float]]] = {}
         #: Stragglers returned so far.

@@ -23,10 +23,10 @@ from moemesh.planner.timing.own_runs import OwnRuns
 class Constants:
     """Every number of the time model that is missing from data sheets. All are positive.
 
-    Efficiencies are shares of the data-sheet peak, `*_bytes` bytes per number, `*_us` and `*_ms`
-    times, `*_exposed` the share of a transfer that computation does not hide. The default is the
-    prior of the value that all clusters share; the annotation is the standard deviation of its
-    logarithm.
+    Efficiencies are shares of the data-sheet peak, `*_bytes` bytes per number, `*_us` microseconds,
+    `*_ms` milliseconds, `*_exposed` the share of a transfer that computation does not hide. The
+    default is the prior of the value that all clusters share; the annotation is the standard
+    deviation of its logarithm.
     """
 
     #: Best share of the peak that a large matrix product reaches, by width of its numbers.
@@ -37,23 +37,25 @@ class Constants:
     #: with narrow sides.
     gemm_row_loss: Annotated[Number, 0.5] = 0.8
     gemm_width_loss: Annotated[Number, 0.5] = 0.55
-    #: Attention core: share of the 16-bit peak; the first FlashAttention relative to the second; a
-    #: kernel of the device generation before; head size and sequence at which half is lost;
-    #: backward over forward. The second is known from curves of both (arXiv:2307.08691).
+    #: Attention core: share of the 16-bit peak.
     attention_efficiency: Annotated[Number, 0.15] = 0.72
+    #: Speed of FlashAttention-1 over FlashAttention-2, from curves of both (arXiv:2307.08691), and
+    #: of a kernel for an earlier device generation over that for the device's own.
     attention_first_flash: Annotated[Number, 0.07] = 0.55
     attention_foreign: Annotated[Number, 0.15] = 0.5
+    #: Head size and sequence length at which half of the speed is lost; backward over forward time.
     attention_head_loss: Annotated[Number, 0.5] = 15.0
     attention_short_loss: Annotated[Number, 0.3] = 650.0
     attention_backward: Annotated[Number, 0.1] = 2.8
-    #: Memory traffic per score where the scores are written out (forward).
+    #: Memory traffic per score of kernels that write their scores (forward).
     eager_score_bytes: Annotated[Number, 0.3] = 26.0
     fused_score_bytes: Annotated[Number, 0.3] = 11.0
     masked_score_bytes: Annotated[Number, 0.3] = 10.0
-    #: Element-wise kernels: traffic over its ideal, share of HBM bandwidth, extra bytes per channel
-    #: of norms in fp32, of quantizing to 8 bit (and more with block scales), of (un)permuting rows.
+    #: Element-wise kernels: traffic over its ideal, share of HBM bandwidth.
     elementwise_traffic: Annotated[Number, 0.3] = 1.1
     memory_efficiency: Annotated[Number, 0.05] = 0.87
+    #: Extra bytes per channel: of norms in fp32, of quantizing to 8 or 4 bit (and the factor on it
+    #: of block scales), of permuting rows and back.
     unfused_norm_bytes: Annotated[Number, 0.4] = 60.0
     quantize_bytes: Annotated[Number, 0.5] = 2.5
     block_scale_traffic: Annotated[Number, 0.3] = 1.5
@@ -68,9 +70,9 @@ class Constants:
     collective_latency_us: Annotated[Number, 0.6] = 25.0
     #: Extra tensor-parallel backward traffic with sequence parallelism (re-gathered inputs).
     sequence_parallel_regather: Annotated[Number, 0.4] = 0.3
-    #: Exposed shares: expert all-to-all and tensor-parallel traffic that are overlapped by design,
-    #: context exchange, pipeline sends, gradient reduction that is far shorter than the backward of
-    #: a microbatch, weight gathering.
+    #: Exposed shares: expert exchange and tensor-parallel traffic that are overlapped by design,
+    #: context exchange, pipeline sends, a gradient reduction far shorter than the backward of a
+    #: microbatch, weight gathering.
     overlapped_exchange_exposed: Annotated[Number, 0.5] = 0.4
     overlapped_tensor_exposed: Annotated[Number, 0.5] = 0.5
     context_exposed: Annotated[Number, 0.5] = 0.55
@@ -85,13 +87,14 @@ class Constants:
     routing_imbalance: Annotated[Number, 0.5] = 0.4
     #: Share of the choices that a capacity of one keeps.
     capacity_kept: Annotated[Number, 0.06] = 0.9
-    #: Launches and gaps of a layer's forward; host time of an MoE block's forward (twice with 16
-    #: local experts), which runs while the device computes; the share of it that remains with CUDA
-    #: graphs, and with tokens dropped at capacity; fixed time of a step.
+    #: Launches and gaps of a layer's forward.
     layer_overhead_us: Annotated[Number, 0.6] = 80.0
+    #: Host time of an MoE block's forward (twice with 16 local experts), while the device computes;
+    #: the shares of it that remain with CUDA graphs, and with tokens dropped at capacity.
     expert_overhead_us: Annotated[Number, 0.4] = 1000.0
     graph_overhead: Annotated[Number, 0.4] = 0.3
     capacity_overhead: Annotated[Number, 0.3] = 0.5
+    #: Fixed time of a step.
     step_overhead_ms: Annotated[Number, 0.8] = 40.0
     #: Start-up time of every pipelined step with two stages, in microbatches of one stage, on
     #: clusters that show it; p stages take 2/p of it.
@@ -110,8 +113,8 @@ EFFICIENCIES = {
 }
 
 
-#: Constants that are fitted per software stack, with the standard deviation of the logarithm. A
-#: cluster deviates from its stack by :data:`CLUSTER_SHARE` of that.
+#: Constants that are fitted per software stack: name -> standard deviation of the logarithm around
+#: the shared value. A cluster deviates from its stack by :data:`CLUSTER_SHARE` of that.
 OWN: dict[str, float] = {
     "gemm_efficiency": 0.08,
     "gemm_efficiency_8bit": 0.12,
@@ -127,7 +130,7 @@ OWN: dict[str, float] = {
     "layer_overhead_us": 0.4,
     "expert_overhead_us": 0.25,
 }
-#: Standard deviation of a cluster around its stack, over that of the stack.
+#: Standard deviation of a cluster around its stack, over that of the stack around all stacks.
 CLUSTER_SHARE = 0.75
 #: Constants that change between releases of a stack (kernels and host overhead), with the standard
 #: deviation of the logarithm.
@@ -147,8 +150,8 @@ SPREADS: FloatArray = np.array([
 ])  # fmt: skip
 
 
-#: Weight of a zero deviation in the mean over an unknown cluster's relatives, in stacks: stacks on
-#: one generation of devices differ more than generations do.
+#: Number of stacks without a deviation that are added to the mean over an unknown cluster's
+#: relatives: stacks on one generation of devices differ more than generations do.
 _PULL = 3.0
 
 
@@ -182,8 +185,8 @@ class Calibration:
             return dict(self.releases.get(release, {}))
         stack = stack_of(release, " ")
         known = sorted(name for name in self.releases if stack_of(name, " ") == stack)
-        before = [name for name in known if name <= release]
-        return dict(self.releases[(before or known[:1])[-1]]) if known else {}
+        earlier = [name for name in known if name <= release]
+        return dict(self.releases[(earlier or known[:1])[-1]]) if known else {}
 
     def deviations(self, cluster: str) -> dict[str, float]:
         """Factors on the shared constants: the cluster's own, else its software stack's, else the

@@ -46,14 +46,14 @@ class Software:
     #: The router chooses the experts, and nothing states the load of the fullest rank; otherwise
     #: the load is the layout's.
     natural_routing: bool = False
-    #: Choices beyond the mean load are dropped, without a statement of their number.
+    #: Choices beyond the mean load are dropped, and nothing states their number.
     token_drop: bool = False
     #: A whole step is replayed as one CUDA graph.
     graphs: bool = False
     #: 8-bit numbers have a scale for each block of 32 (MXFP8) or 16 (NVFP4).
     block_scales: bool = False
-    #: Share of the products in 16 bit where the others are in 4 bit (arXiv:2509.25149 keeps the
-    #: last layers, about 15 % of the linear ones).
+    #: Share of the products that stay in 16 bit while the others are in 4 bit (arXiv:2509.25149
+    #: keeps the last layers, about 15 % of the linear ones).
     wide_share: float = 0.0
     #: Attention and MLP read the same norm and end in one reduction (parallel block).
     parallel_block: bool = False
@@ -66,10 +66,10 @@ class Software:
     #: Each matrix is gathered by itself into a list of shards, which are copied one by one, and
     #: without overlap (ZeRO-3 of 2021).
     listed_gathers: bool = False
-    #: The owners of updated weights send them one after the other (ZeRO-1 and 2), where others
-    #: gather them over rings: the time may be more than a ring's.
+    #: The owners of updated weights send them one after the other (ZeRO-1 and 2) instead of a
+    #: gather over a ring: this may take longer than a ring.
     serial_gather: bool = False
-    #: Bytes of a gradient on the wire, where sums are not those of FSDP.
+    #: Bytes of a gradient on the wire; FSDP has the constant `reduce_bytes` instead.
     wire_gradient_bytes: float = 4.0
     #: Every pipelined step starts up slowly (`startup_microbatches`).
     slow_startup: bool = False
@@ -138,8 +138,9 @@ class ModelColumns:
 class RankColumns:
     """The work of one pipeline rank for a microbatch, and the work that precedes it.
 
-    The rank's layers by kind, its shares of embedding and head, and the messages that it sends;
-    then the layers and the number of the stages before its first stage.
+    `dense` and `routed`: numbers of its layers by kind; `embedding` and `head`: 1 if it has them;
+    `sends`: number of messages; all times the share of the microbatches that a stage runs (half
+    with two pipes). `*_before`: numbers of layers and stages before its first stage.
     """
 
     dense: Number
@@ -214,7 +215,7 @@ class LayoutColumns(Software):
     #: Index in :data:`KERNELS`.
     kernel: Number = column(lambda row: KERNELS.index(row.layout.attention_kernel))
     fused_norm: Number
-    #: Not where neither dense weights nor experts have replicas: nothing is cut there.
+    #: 1 for units of FSDP; 0 if neither dense weights nor experts have replicas to share them.
     fsdp: Number = column(
         lambda row: (
             (row.traits.fsdp or row.layout.zero == 3)
@@ -242,8 +243,8 @@ T = TypeVar("T")
 
 
 def stacked(rows: Sequence[T]) -> T:
-    """One object whose fields are arrays, from one object per row. Fields that are tuples of such
-    objects are stacked likewise."""
+    """One object whose fields are arrays [rows], from one object for each row. Fields that are
+    tuples of such objects are stacked likewise."""
     kind: Any = type(rows[0])
     columns: dict[str, Any] = {}
     for item in fields(kind):

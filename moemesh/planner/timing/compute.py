@@ -4,12 +4,15 @@ A product of [M, K] and [K, N] does 2 M N K operations at
 
     peak x best efficiency / ((1 + r 64/M) (1 + n 64/N) (1 + n 64/K))
 
-so that each of the three sides saturates by itself. r grows with peak over HBM bandwidth, because
-a product with few rows is bound by reading its weights (the roofline is balanced at M = peak /
-bandwidth rows). The M of a grouped product is the number of rows of one expert. Everything between
-products takes its bytes over HBM bandwidth, each layer has a fixed cost for kernels that are too
-short to hide their launch, and an attention core that writes its scores takes time for their bytes.
-The backward costs two forwards (input and weight gradients), 2.5 to 3 in a flash core.
+so that each of the three sides saturates by itself (r: `gemm_row_loss`, n: `gemm_width_loss`). r
+grows with the peak, because a product with few rows is bound by reading its weights (the roofline
+is balanced at M = peak / bandwidth rows). The M of a grouped product is the number of rows of one
+expert. Kernels between products take their bytes over HBM bandwidth, each layer has a fixed cost
+for kernels that are too short to hide their launch, and an attention core that writes its scores
+takes time for their bytes. The backward costs two forwards (input and weight gradients), 2.5 to 3
+in a flash core.
+
+Letters: u tokens of a microbatch on a context rank, t, c, x the degrees tp, cp, etp, h hidden.
 """
 
 from __future__ import annotations
@@ -137,6 +140,7 @@ def product_seconds(work: PricedStep, rows: Number, columns: Number, inner: Numb
 def _product(
     work: PricedStep, rows: Number, columns: Number, inner: Number, rate: Number
 ) -> Number:
+    """Seconds of a product with large sides at `rate` operations/s, times the losses of its own."""
     constants = work.constants
     row_loss = constants.gemm_row_loss * work.hardware.peak / _REFERENCE_PEAK
     loss = (
@@ -167,8 +171,8 @@ def adapter_bytes(work: PricedStep, inner: Number, columns: Number) -> Number:
 
 
 def attended(work: PricedStep) -> Number:
-    """Mean number of keys that a query is multiplied with: half the sequence if the kernel skips
-    the upper triangle, all of it if the scores are written, at most the window."""
+    """Mean number of keys that a query is multiplied with: half the sequence, at most the window,
+    if the kernel skips the upper triangle; all of the sequence if the scores are written."""
     layout, model = work.layout, work.model
     half = layout.seq_len / 2
     share = where(model.window > 0, model.window_share, 0)
@@ -212,7 +216,7 @@ def core_backward_factor(work: PricedStep) -> Number:
 
 
 def attention_weights(model: ModelColumns, t: Number = 1) -> Number:
-    """Weights of one layer in front of its attention core, on one of `t` tensor ranks."""
+    """Number of weights of one layer before its attention core, on one of `t` tensor ranks."""
     heads, query, value = model.heads, model.query_dim, model.value_dim
     low = model.query_rank + model.kv_rank + model.rotary_dim
     expanded = model.query_inner * query + model.kv_rank * (model.nope_dim + value)
@@ -235,6 +239,7 @@ def attention_block(work: PricedStep) -> BlockTime:
     plain = product_seconds(work, u, plain_width, hidden)
     products = where(model.latent == 1, latent, plain)
     products = products + product_seconds(work, u, hidden, heads * value / t)
+    # Bytes per token and channel of norms and residuals.
     norms = 24 + where(layout.fused_norm == 1, 0, constants.unfused_norm_bytes)
     traffic = norms * u * hidden / work.sequence_shards
     traffic = traffic + (8 + quantize_bytes(work)) * u * heads * query / t
@@ -288,7 +293,7 @@ def expert_block(work: PricedStep) -> ExpertTime:
     """Router, grouped products, shared experts, (un)permutation; zero without experts."""
     model, layout, constants = work.model, work.layout, work.constants
     u, t, hidden = work.tokens, layout.tp, model.hidden
-    has = where(model.experts > 0, 1, 0)
+    has_experts = where(model.experts > 0, 1, 0)
     local = maximum(model.experts / layout.ep, 1)
     # Rows at the experts of the most loaded rank do not depend on ep.
     rows = u / t * model.top_k * layout.etp * work.load * work.kept_choices
@@ -307,17 +312,18 @@ def expert_block(work: PricedStep) -> ExpertTime:
     remaining = remaining * where(layout.token_drop == 1, constants.capacity_overhead, 1)
     launched = minimum(local, _MOST_LAUNCHES)
     overhead = constants.expert_overhead_us * 1e-6 * (1 + launched / 16) * remaining
-    routed, shared = has * (grouped + router), has * where(shared_width > 0, shared, 0)
-    matrices = has * model.mlp_matrices * hidden
+    routed = has_experts * (grouped + router)
+    shared = has_experts * where(shared_width > 0, shared, 0)
+    matrices = has_experts * model.mlp_matrices * hidden
     expert_weights = matrices * model.expert_width * local / layout.etp
     return ExpertTime(
         products=routed + shared,
         core=0.0,
-        elementwise=has * constants.elementwise_traffic * traffic / work.hbm,
+        elementwise=has_experts * constants.elementwise_traffic * traffic / work.hbm,
         weights=expert_weights + matrices * shared_width,
         routed_products=routed,
         shared_products=shared,
-        overhead=has * overhead,
+        overhead=has_experts * overhead,
         expert_weights=expert_weights,
         shared_weights=matrices * shared_width,
     )
@@ -378,23 +384,23 @@ class LayerTime(NamedTuple):
 
 
 def layer_transfers(work: PricedStep) -> LayerTransfers:
-    """Seconds of one all-reduce (or gather and scatter), context exchange, dispatch, ETP pair."""
+    """Seconds of a layer's transfers: from the table if it has the collective, else closed."""
     model, layout, constants, links = work.model, work.layout, work.constants, work.links
     t, c, u = layout.tp, layout.cp, work.tokens
     stream = u * model.hidden * ACTIVATION_BYTES
     tensor = 2 * (t - 1) / t * stream / links.bandwidth(t, 1) + 2 * links.latency
-    pair, whole = links.measured_pair(t, 1, stream), links.measured("all_reduce", t, 1, stream)
-    tensor = known(where(layout.sequence_parallel == 1, pair, whole), where(t > 1, tensor, 0))
+    pair, reduced = links.measured_pair(t, 1, stream), links.measured("all_reduce", t, 1, stream)
+    tensor = known(where(layout.sequence_parallel == 1, pair, reduced), where(t > 1, tensor, 0))
     kv_heads = where(model.latent == 1, model.heads, model.kv_heads)
     keys = u * c * kv_heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
     # Ulysses sends a rank's queries, keys, values and outputs, exposed; a ring sends all keys and
     # values, mostly during products.
-    swapped = 2 * u * (model.heads + model.kv_heads) * model.value_dim * ACTIVATION_BYTES / t
-    swaps = layout.context_exchange == 1
-    moved = where(swaps, swapped, keys * constants.context_exposed)
+    exchanged = 2 * u * (model.heads + model.kv_heads) * model.value_dim * ACTIVATION_BYTES / t
+    is_ulysses = layout.context_exchange == 1
+    moved = where(is_ulysses, exchanged, keys * constants.context_exposed)
     context = where(c > 1, (c - 1) / c * moved / links.bandwidth(c, t), 0)
     gathered = links.measured("all_gather", c, t, keys) * constants.context_exposed
-    context = known(where(swaps, np.nan, gathered), context)
+    context = known(where(is_ulysses, np.nan, gathered), context)
     exchange, expert_tensor = _expert_transfers(work)
     return LayerTransfers(
         tensor=tensor
@@ -410,10 +416,11 @@ def _expert_transfers(work: PricedStep) -> tuple[Number, Number]:
     """Seconds of a dispatch or combine (their mean, if they differ), and of the pair of gather and
     scatter of ETP."""
     model, layout, links, x = work.model, work.layout, work.links, work.layout.etp
-    once = work.tokens / layout.tp * model.hidden * ACTIVATION_BYTES
+    once = work.tokens / layout.tp * model.hidden * ACTIVATION_BYTES  # bytes: each token once
     nodes = maximum(layout.ep * x / work.hardware.node_size, 1)
     gathers, chosen = layout.gathered == 1, model.top_k * work.kept_choices
-    # Slots hold at most every token once for each expert of a rank.
+    # Rows sent for a token, one for each choice. Slots hold at most every token once for each
+    # expert of a rank.
     most = layout.ep * minimum(model.top_k, model.experts / layout.ep)
     fixed = where(layout.slots > 0, minimum(chosen * layout.slots, most), chosen)
 
@@ -429,11 +436,13 @@ def _expert_transfers(work: PricedStep) -> tuple[Number, Number]:
         return sent * (places - 1) / places
 
     holders = where(gathers, layout.ep * x, layout.ep)
+    # Closed form: the slower of the part across nodes and the part inside a node.
     across = once * copies(nodes)
     inside = once * copies(holders) * where(gathers | (layout.slots > 0), 1, work.load)
     exchange = maximum(across / links.network(nodes), inside / links.intra) + 2 * links.latency
-    has = model.experts > 0
-    exchange = where((holders > 1) & has, exchange, 0)
+    has_experts = model.experts > 0
+    exchange = where((holders > 1) & has_experts, exchange, 0)
+    # A node-aware exchange across nodes has no measured operation.
     several = where(layout.deduplicated == 1, visited(layout.ep), model.top_k)
     rows = where(layout.slots > 0, once * fixed, once * several * work.load)
     counted = links.measured("all_to_all", layout.ep, x, rows)
@@ -444,7 +453,7 @@ def _expert_transfers(work: PricedStep) -> tuple[Number, Number]:
     held = where(layout.deduplicated == 1, visited(layout.ep), fixed)
     pair = 2 * (x - 1) * once * held / links.bandwidth(x, 1)
     pair = known(links.measured_pair(x, 1, x * once * model.top_k), pair)
-    return exchange * share, where((x > 1) & has & (layout.gathered == 0), pair, 0)
+    return exchange * share, where((x > 1) & has_experts & (layout.gathered == 0), pair, 0)
 
 
 def _attention_share(work: PricedStep) -> Number:
@@ -481,13 +490,14 @@ def _block_time(
     """A block with the seconds of its transfers, `forward` and `backward`, and of selective
     recomputation: its norms and activations, and `extra`."""
     layout, products = work.layout, block.products
-    summed = block.weights * work.accumulate / work.hbm
-    later = where(layout.adapters == 1, 0, products) + summed
-    recomputed = layout.recompute_norm * block.elementwise / 2 + extra
-    back = products + later + core_backward_factor(work) * block.core + 2 * block.elementwise
     unpacked = block.weights * work.unpack / work.hbm
-    ahead = products + block.core + block.elementwise + unpacked + forward
-    return LayerTime(ahead, back + unpacked + backward + recomputed, later)
+    accumulated = block.weights * work.accumulate / work.hbm
+    weight_gradient = where(layout.adapters == 1, 0, products) + accumulated
+    core_backward = core_backward_factor(work) * block.core
+    recomputed = layout.recompute_norm * block.elementwise / 2 + extra
+    forward = products + block.core + block.elementwise + unpacked + forward
+    computed = products + weight_gradient + core_backward + 2 * block.elementwise
+    return LayerTime(forward, computed + unpacked + backward + recomputed, weight_gradient)
 
 
 def layer_times(
@@ -502,28 +512,29 @@ def layer_times(
     fixed = constants.layer_overhead_us * 1e-6
     # With sequence parallelism the backward re-gathers the input of a block.
     tensor = transfers.tensor
-    back = tensor * (1 + layout.sequence_parallel * constants.sequence_parallel_regather)
+    tensor_backward = tensor * (1 + layout.sequence_parallel * constants.sequence_parallel_regather)
     first = _block_time(
         work,
         attention,
         tensor + transfers.context + fixed,
-        back + 2 * transfers.context + 2 * fixed,
+        tensor_backward + 2 * transfers.context + 2 * fixed,
         where(layout.kernel >= FUSED, layout.recompute_attention * attention.core, 0)
         + layout.recompute_products * attention.products,
     )
-    alone = layout.parallel_block == 1
+    # In a parallel block the MLP shares the transfers of attention.
+    is_parallel = layout.parallel_block == 1
     dense = _block_time(
         work,
         mlp,
-        where(alone, 0, tensor),
-        where(alone, 0, back),
+        where(is_parallel, 0, tensor),
+        where(is_parallel, 0, tensor_backward),
         layout.recompute_products * mlp.products,
     )
     shared_tensor = where(model.shared_width > 0, tensor, 0)
     moved = 2 * transfers.exchange + transfers.expert_tensor + shared_tensor
     recomputed = layout.recompute_moe * (experts.products + experts.elementwise + moved)
-    shared_again = maximum(layout.recompute_shared, layout.recompute_products)
-    recomputed = recomputed + shared_again * experts.shared_products
+    shared_share = maximum(layout.recompute_shared, layout.recompute_products)
+    recomputed = recomputed + shared_share * experts.shared_products
     # All products of an expert but the last; the few FLOPs of the router are counted with them.
     first_products = (model.mlp_matrices - 1) / model.mlp_matrices * experts.routed_products
     recomputed = recomputed + layout.recompute_experts * first_products

@@ -10,9 +10,12 @@
 | gradients, weights | all-reduce, or reduce-scatter and all-gather | 4 Psi, 2 Psi | dp_cp, edp |
 | stage to stage | send | u h w, / t where cut | 2 ranks |
 
+u = s b / c tokens (b sequences of s positions), h hidden, h_k and h_v widths of keys and values, w
+bytes of a number, k experts per token, Psi weights of a rank; t, c, x are the degrees tp, cp, etp.
+
 A group is looked up by its number of ranks and by the number of them that share a node. Collectives
-without a measurement keep the closed form: α and β of the cluster, by the shape of the group. So do
-units of FSDP, and ZeRO inside smaller groups.
+without a measurement keep the closed form: α and β of the cluster, by the shape of the group. Units
+of FSDP, and ZeRO inside smaller groups, always keep it.
 """
 
 from __future__ import annotations
@@ -27,10 +30,7 @@ from moemesh.planner.arithmetic import FloatArray, Number, maximum, minimum, whe
 from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import HardwareColumns
 
-# Bandwidth by the shape of a group, nodes that a token visits, tables of measured links.
-#
-# NCCL's time is not affine in the size: a measured table (:class:`LinkTable`) replaces closed forms
-# wherever one is given.
+# Shape of a group, nodes that a token visits, tables of measured links.
 
 
 def members_per_node(ranks: Number, stride: Number, node_size: Number) -> Number:
@@ -44,9 +44,10 @@ def visited_nodes(
     """Expected number of nodes (or ranks) that a token visits, with experts from `kept` of `groups`
     groups.
 
-    The token can reach n = nodes kept/groups nodes with E' = E kept/groups experts, and visits
-    n (1 - C(E' - E/N, k) / C(E', k)) of them. Without a limit, kept = groups. DeepSeek-V3 on 8
-    nodes: 4. The product form of the binomials accepts arrays and sizes that do not divide.
+    Of N nodes with E experts, the token can reach n = N kept/groups nodes with E' = E kept/groups
+    experts. With k experts it visits n (1 - C(E' - E/N, k) / C(E', k)) nodes. Without a limit,
+    kept = groups. DeepSeek-V3 on 8 nodes: 4. The product form of the binomials accepts arrays and
+    sizes that do not divide.
     """
     share = where((groups > 1) & (kept > 0), minimum(kept / maximum(groups, 1), 1), 1)
     reach, experts = maximum(nodes * share, 1), experts * share
@@ -61,8 +62,9 @@ def visited_nodes(
 class LinkTable:
     """Measured collectives, interpolated in log size and extrapolated with the last slope.
 
-    A group without measurements has no entry: the caller falls back to the closed form. Several
-    times of one size are replaced by their median.
+    NCCL's time is not affine in the size, so measurements are better than closed forms. A group
+    without measurements has no entry: the caller falls back to the closed form. Several times of
+    one size are replaced by their median.
     """
 
     def __init__(self, curves: Iterable[LinkCurve] = ()) -> None:
@@ -87,15 +89,15 @@ class LinkTable:
     ) -> FloatArray:
         """Interpolated seconds of groups of this shape; nan for a shape without measurements."""
         columns = np.broadcast_arrays(ranks, members, num_bytes)
-        groups, shares, sizes = (np.asarray(column, dtype=np.float64) for column in columns)
+        ranks, members, sizes = (np.asarray(column, dtype=np.float64) for column in columns)
         times = np.full(sizes.shape, np.nan)
-        for (measured, size, share), curve in self._curves.items():
-            if measured != operation:
+        for (curve_operation, curve_ranks, curve_members), curve in self._curves.items():
+            if curve_operation != operation:
                 continue
-            rows = (groups == size) & (shares == share) & (sizes > 0)
+            rows = (ranks == curve_ranks) & (members == curve_members) & (sizes > 0)
             if rows.any():
-                # A power of the size between measured sizes, constant (latency) below the smallest,
-                # the last slope above the largest, which is at least that of bandwidth.
+                # Seconds are a power of the size between measured sizes, constant (latency) below
+                # the smallest; above the largest the last slope continues, at least 1 (bandwidth).
                 known, seconds = curve
                 logs = np.log(sizes[rows])
                 slope = 1.0

@@ -22,8 +22,8 @@ from moemesh.planner.timing.columns import LayoutColumns, ModelColumns
 #: Standard deviations of the logarithm of a correction, and of a measured run around it.
 AMPLITUDE = 0.03
 NOISE = 0.03
-#: Distance between two runs per unit of a feature; a unit of sizes and degrees is one doubling.
-#: The names are those of the features in cluster files.
+#: Distance between two runs that differ by one unit of a feature, by the feature's name in cluster
+#: files. The unit of sizes and degrees is a doubling.
 SCALES: dict[str, float] = {
     "layers": 1.6, "experts": 0.4, "top_k": 0.3, "tp": 1.6, "pp": 1.6, "cp": 0.3, "ep": 0.3,
     "microbatch": 0.3, "seq_len": 0.4, "sequence_parallel": 0.3, "zero": 0.3, "fsdp": 1.6,
@@ -80,6 +80,7 @@ class OwnRuns:
     @cached_property
     def _places(self) -> FloatArray:
         rows = [run.features for run in self.runs]
+        # Features that a file does not name: sizes and degrees of 1, others off.
         defaults = {name: float(name in _DOUBLINGS) for name in SCALES}
         return places({n: np.array([row.get(n, x) for row in rows]) for n, x in defaults.items()})
 
@@ -104,8 +105,8 @@ class OwnRuns:
         if not self.runs:
             return ""
         row = features(model, layout)
-        far = distances(places(row), self._places)[0]
-        number = int(np.argmin(far))
+        run_distances = distances(places(row), self._places)[0]
+        number = int(np.argmin(run_distances))
         nearest, steps = self.runs[number], np.abs(places(row)[0] - self._places[number])
         order = sorted(zip(steps, SCALES, strict=True), reverse=True)[:3]
         differs = ", ".join(
@@ -113,9 +114,10 @@ class OwnRuns:
             for step, name in order
             if step > 0
         )
-        away = f"the nearest, {nearest.run}, is {far[number]:.1f} away: {differs or 'none differs'}"
-        if not (alike := int((far <= ALIKE).sum())):
-            return f"seconds: none of your {len(far)} runs is like this one ({away})"
+        distance = f"{run_distances[number]:.1f} away"
+        away = f"the nearest, {nearest.run}, is {distance}: {differs or 'none differs'}"
+        if not (num_alike := int((run_distances <= ALIKE).sum())):
+            return f"seconds: none of your {len(self.runs)} runs is like this one ({away})"
         factor = exp(float(self.correction(model, layout)))
-        runs = f"{alike} of your {len(far)} runs"
+        runs = f"{num_alike} of your {len(self.runs)} runs"
         return f"seconds: x {factor:.3f} from {runs} like this one (within {ALIKE}; {away})"

@@ -48,9 +48,9 @@ _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%|mib|gib|mb|gb)?", re.IGNORECASE)
 def with_headroom(
     cluster: Cluster, headroom: str | float | None, price: float | None = None
 ) -> Cluster:
-    """The cluster with `headroom` of every device's memory left free: a share ("10%", 0.1) or a
-    size ("6GiB"), and with the `price` of a device's hour. None keeps the cluster's own numbers.
-    Raises ConfigError."""
+    """The cluster with another `headroom` and `price`; None keeps the cluster's. `headroom`: memory
+    of every device to leave free, as a share ("10%", 0.1) or a size ("6GiB"); `price`: of an hour
+    of a device, above 0. Raises ConfigError."""
     if price is not None:
         if not 0 < price < inf:
             message, fix = f"a GPU-hour costs more than 0, not {price:g}", "such as --price 2.5"
@@ -80,8 +80,7 @@ DEFAULT_STACK = "megatron"
 @dataclass(frozen=True, kw_only=True)
 class Pricing:
     """Inputs of predictions for a cluster: its device, constants of time, memory allocation,
-    measured links and own runs. `usable_share` is the share of a device's memory that a job may
-    use."""
+    measured links and own runs."""
 
     device: Accelerator
     constants: Constants
@@ -91,6 +90,7 @@ class Pricing:
 
     @property
     def usable_share(self) -> float:
+        """Share of a device's memory that a job may use."""
         return self.allocation.usable_share
 
     def allocation_of(self, layout: PlannedLayout) -> Allocation:

@@ -71,7 +71,7 @@ _TRANSFER_SHARE = 0.25
 #: buffer, and waits of streams for each other.
 _UNIT_LATENCIES = 6
 #: Seconds for each rank's shard of a matrix that is gathered into a list of tensors: a hop of the
-#: ring and a copy of its own. The sum for 2,240 ranks is the known loss of ZeRO-3 in 2021.
+#: ring and a copy. The sum over 2,240 ranks is the known loss of ZeRO-3 in 2021.
 _LISTED_SHARD = 20e-6
 
 
@@ -91,14 +91,14 @@ def overlapped(compute: Number, transfer: Number, slowdown: Number) -> Number:
 
 
 def replicas(work: PricedStep) -> tuple[Number, Number]:
-    """Number of replicas N of dense and of expert weights."""
+    """Numbers of replicas of dense and of expert weights."""
     layout = work.layout
     dense = layout.dp * layout.cp
     return dense, maximum(dense * layout.tp / (layout.ep * layout.etp), 1)
 
 
 def _shard_groups(work: PricedStep) -> tuple[Number, Number]:
-    """Number of ranks that share the shards of dense and of expert weights: ZeRO's group, or all
+    """Numbers of ranks among which dense and expert weights are cut: those of ZeRO's group, or all
     replicas."""
     group = work.layout.zero_group
     within = maximum(group / work.layout.tp, 1)
@@ -132,6 +132,7 @@ def sharded_unit(work: PricedStep, layer: LayerTime, dense: Number, expert: Numb
     layout, constants, links = work.layout, work.constants, work.links
     (n_dense, n_expert), groups = replicas(work), _shard_groups(work)
     moved, _ = _moved(work, dense, expert, groups)
+    # Sums of a shard's gradients over the groups, for one byte a weight.
     across: Number = 0.0
     for size, ranks, group in zip((dense, expert), (n_dense, n_expert), groups, strict=True):
         others = maximum(ranks / group, 1)
@@ -201,7 +202,7 @@ def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Numb
         by_table = _measured(work, dense, expert)
         reduced = where(layout.zero_group == 0, known(by_table[0], reduced), reduced)
         gathered = where(layout.zero_group == 0, known(by_table[1], gathered), gathered)
-    # Shards inside a group: scatter and gather inside the group, sums of shards across groups.
+    # ZeRO in a smaller group: scatter and gather inside the group, sums of shards across groups.
     group, _ = _shard_groups(work)
     outside = maximum(n_dense / group, 1)
     across = 2 * (outside - 1) / outside * dense / group * summed / links.network(outside)
@@ -210,12 +211,17 @@ def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Numb
     gathered = where(grouped, dense * _WEIGHT_BYTES / links.intra, gathered)
     sums = where(layout.sums_each == 1, layout.microbatches, 1)
     exposed = sums * _exposed_sums(work, reduced, backward)
+    # The fitted share is relative to a ring's time; only serial sends may take longer.
     most = where(layout.serial_gather == 1, np.inf, 1)
     exposed = exposed + gathered * minimum(constants.weight_exposed, most)
+    # A parameter server takes pushed gradients and pulled weights instead.
     served = 0.0
-    for psi, workers, rate in ((dense, n_dense, dense_rate), (expert, n_expert, expert_rate)):
+    for num_weights, workers, rate in (
+        (dense, n_dense, dense_rate),
+        (expert, n_expert, expert_rate),
+    ):
         servers = minimum(layout.servers, workers)
-        gradient, weight = psi * _GRADIENT_BYTES, psi * _WEIGHT_BYTES
+        gradient, weight = num_weights * _GRADIENT_BYTES, num_weights * _WEIGHT_BYTES
         server = wire.parameter_server(gradient, weight, workers, servers)
         served = served + where(workers > 1, server.link / rate, 0)
     exposed = where(layout.parameter_server == 1, served, exposed)
@@ -239,6 +245,7 @@ def _exposed_sums(work: PricedStep, reduced: Number, backward: Number) -> Number
     share = minimum(work.constants.gradient_exposed, 1)
 
     def left(reduced: Number, hidden: Number) -> Number:
+        """share x reduced of a short reduction, reduced - (1 - share) x hidden of a long one."""
         excess = reduced - hidden
         return (excess + (excess * excess + 4 * share * reduced * hidden) ** 0.5) / 2
 
@@ -246,18 +253,20 @@ def _exposed_sums(work: PricedStep, reduced: Number, backward: Number) -> Number
 
 
 def _measured(work: PricedStep, dense: Number, expert: Number) -> tuple[Number, Number]:
-    """Seconds of reducing gradients and of gathering weights, from the table of links."""
+    """Seconds of reducing gradients and of gathering weights, from the table of links; nan if a
+    collective has no measurement."""
     layout, links = work.layout, work.links
     reduced: Number = 0.0
     gathered: Number = 0.0
     strides = (layout.tp, layout.ep * layout.etp)
-    for psi, ranks, stride in zip((dense, expert), replicas(work), strides, strict=True):
-        gradient, weight = psi * layout.wire_gradient_bytes, psi * _WEIGHT_BYTES
+    for num_weights, ranks, stride in zip((dense, expert), replicas(work), strides, strict=True):
+        gradient, weight = num_weights * layout.wire_gradient_bytes, num_weights * _WEIGHT_BYTES
         summed = links.measured("all_reduce", ranks, stride, gradient)
         scattered = links.measured("reduce_scatter", ranks, stride, gradient)
-        sent, has = where(layout.zero == 0, summed, scattered), (ranks > 1) & (psi > 0)
-        reduced = reduced + where(has, sent, 0)
-        gathered = gathered + where(has, links.measured("all_gather", ranks, stride, weight), 0)
+        sent, is_sent = where(layout.zero == 0, summed, scattered), (ranks > 1) & (num_weights > 0)
+        reduced = reduced + where(is_sent, sent, 0)
+        seconds = links.measured("all_gather", ranks, stride, weight)
+        gathered = gathered + where(is_sent, seconds, 0)
     return reduced, gathered
 
 
@@ -266,13 +275,13 @@ def _owned(work: PricedStep, dense: Number, expert: Number) -> Number:
     layout, ranks = work.layout, replicas(work)
     sharded = (layout.zero >= 1) | (layout.fsdp == 1)
     groups, owned = (_shard_groups(work)[0], ranks[1]), 0.0
-    for psi, workers, group in zip((dense, expert), ranks, groups, strict=True):
+    for num_weights, workers, group in zip((dense, expert), ranks, groups, strict=True):
         servers = where(layout.parameter_server == 1, minimum(layout.servers, workers), 1)
-        owned = owned + psi / where(sharded, group, servers)
+        owned = owned + num_weights / where(sharded, group, servers)
     return owned
 
 
-#: Largest share of a step that is attributed to rounding of sums.
+#: Largest waiting time, over the busiest rank's time, that counts as rounding of sums.
 _ROUNDING = 1e-11
 
 
@@ -320,7 +329,8 @@ def step_seconds(work: PricedStep) -> Number:
 
 
 def _timed(work: PricedStep, stages: Sequence[Stages] | None) -> tuple[Number, StepTime | None]:
-    """The seconds of a step of every row, a lower bound without `stages`, else with their parts."""
+    """The seconds of a step of every row, and their parts; without `stages` a lower bound of the
+    seconds, and None."""
     layout, constants = work.layout, work.constants
     blocks = attention_block(work), mlp_block(work), expert_block(work)
     attention, mlp, experts = blocks
@@ -407,44 +417,46 @@ def _message(work: PricedStep) -> Number:
 
 
 def _bound(work: PricedStep, times: _PassTimes) -> tuple[Number, Number]:
-    """(seconds of the busiest of the first, last and heaviest inner rank for one pass, lower bound
-    of its waiting seconds)."""
+    """Seconds of one pass on the busiest of the first, last and heaviest inner rank, and a lower
+    bound of its waiting seconds in a step: from the longest path, see the module."""
     layout, model, ends = work.layout, work.model, times.ends
     each = [times.busy(rank) for rank in layout.ranks]
     busiest = reduce(maximum, each)
     passes, split = work.passes, layout.splits_backward
     longest = passes * busiest
+    # Forwards before a rank, its work, and (with whole backwards) the backwards after it.
     for rank, busy in zip(layout.ranks, each, strict=True):
         before = rank.dense_before, rank.routed_before
         embedded = where(rank.stages_before > 0, ends.embedding, 0)
-        there = times.forward(*before) + embedded / 2 + rank.stages_before * times.message
+        arrival = times.forward(*before) + embedded / 2 + rank.stages_before * times.message
         busy_seconds = passes * busy - where(rank.sends > 0, times.message, 0)
-        path = there + busy_seconds
+        path = arrival + busy_seconds
         if not np.all(split == 1):
             # The first message of the backward is among those that the rank itself sends.
             back = times.backward(*before) + embedded / 2 + rank.stages_before * times.message
             path = path + where(split == 1, 0, back)
         longest = maximum(longest, path)
+    # Forwards to the last stage, its work, and input gradients (or backwards) back.
     num_dense = model.layers - model.moe_layers
     early = num_dense - layout.last_dense, model.moe_layers - layout.last_routed
     # Both halves of a V have their middle stages on one rank: no message between them.
     messages = maximum(layout.last_stage - 1, 0) * times.message
-    there = times.forward(*early) + ends.embedding / 2 + messages
+    arrival = times.forward(*early) + ends.embedding / 2 + messages
     input_gradients = times.backward(*early) - times.later(*early)
     back = where(split == 1, input_gradients, times.backward(*early)) + ends.embedding / 2
     back = back + messages
     final = layout.last_dense, layout.last_routed
-    once = times.forward(*final) + times.backward(*final) + ends.head
-    put_off = times.later(*final) + ends.head_weight_gradient
-    once = once - where(split == 1, put_off, 0)
-    path = there + passes * layout.pipe_share * once + back
+    per_pass = times.forward(*final) + times.backward(*final) + ends.head
+    deferred = times.later(*final) + ends.head_weight_gradient
+    per_pass = per_pass - where(split == 1, deferred, 0)
+    path = arrival + passes * layout.pipe_share * per_pass + back
     longest = where(layout.pp > 1, maximum(longest, path), longest)
     waiting = longest - passes * busiest
     return busiest, where((layout.pp > 1) & (layout.is_stream == 0), waiting, 0.0)
 
 
 def _simulated(times: _PassTimes, stages: Sequence[Stages]) -> tuple[RankColumns, Number]:
-    """(busiest rank, its waiting seconds) of every row, simulated with its schedule."""
+    """Busiest rank of every row, and its waiting seconds in a step, simulated with the schedule."""
     flat = np.broadcast_arrays(
         *times.dense[:3], *times.routed[:3],
         times.ends.embedding, times.ends.head, times.ends.head_forward,
@@ -456,8 +468,8 @@ def _simulated(times: _PassTimes, stages: Sequence[Stages]) -> tuple[RankColumns
     for cut, numbers in zip(stages, columns.tolist(), strict=True):
         f_dense, b_dense, w_dense, f_routed, b_routed, w_routed = numbers[:6]
         embedding, head, head_forward, head_weight, message = numbers[6:]
-        #: Seconds of one microbatch at every stage: forward, input gradient, weight gradient.
-        ahead: list[float] = []
+        # Seconds of one microbatch at every stage: forward, input gradient, weight gradient.
+        forwards: list[float] = []
         inputs: list[float] = []
         later: list[float] = []
         for stage, (dense, routed) in enumerate(cut.layers):
@@ -467,10 +479,10 @@ def _simulated(times: _PassTimes, stages: Sequence[Stages]) -> tuple[RankColumns
             forward += first * embedding / 2 + final * head_forward
             whole = dense * (f_dense + b_dense) + routed * (f_routed + b_routed)
             whole += first * embedding + final * head
-            ahead.append(cut.step.slices * forward)
+            forwards.append(cut.step.slices * forward)
             inputs.append(cut.step.slices * max(whole - forward - weight, 0.0))
             later.append(cut.step.slices * weight)
-        span = duration(cut.step, ahead, inputs, later, message)
+        span = duration(cut.step, forwards, inputs, later, message)
         waiting.append(max(span.makespan - span.busy, 0.0))
         ranks.append(rank_row(cut, span.rank))
     if np.ndim(flat[0]) == 0:
@@ -486,42 +498,43 @@ def _in_parts(
     transfers: LayerTransfers,
     outside: dict[str, Number],
 ) -> StepTime:
-    """The step with its parts on the busiest rank."""
+    """The step with its parts on the busiest rank. `outside`: parts that are not in the layers."""
     attention, mlp, experts = blocks
     layout, constants, passes = work.layout, work.constants, work.passes
     dense, routed = rank.dense, rank.routed
-    both = dense + routed
+    layers = dense + routed
     recomputed = layout.recompute_full
-    products, moved, weights = (
-        both * getattr(attention, name)
+    products, elementwise, weights = (
+        layers * getattr(attention, name)
         + dense * getattr(mlp, name)
         + routed * getattr(experts, name)
         for name in ("products", "elementwise", "weights")
     )
     touched = work.accumulate + (2 + recomputed) * work.unpack
     core = 1 + core_backward_factor(work) + recomputed
-    host = 3 * constants.layer_overhead_us * 1e-6 * both + routed * times.routed.waiting
+    host = 3 * constants.layer_overhead_us * 1e-6 * layers + routed * times.routed.waiting
     # Blocks that gather their input a second time, and those with any tensor traffic.
-    regathered = 2 * both - routed - where(layout.parallel_block == 1, dense, 0)
-    halves = regathered + where(work.model.shared_width > 0, routed, 0)
-    again = layout.sequence_parallel * constants.sequence_parallel_regather * regathered
+    num_regathered = 2 * layers - routed - where(layout.parallel_block == 1, dense, 0)
+    num_tensor = num_regathered + where(work.model.shared_width > 0, routed, 0)
+    regathers = layout.sequence_parallel * constants.sequence_parallel_regather * num_regathered
     exchanged = 4 * transfers.exchange + 2 * transfers.expert_tensor
-    single = layout.recompute_products * (both * attention.products + dense * mlp.products)
+    single = layout.recompute_products * (layers * attention.products + dense * mlp.products)
     parts: dict[str, Number] = {
         "compute": passes * ((where(layout.adapters == 1, 2, 3) + recomputed) * products + single),
-        "attention": passes * both * core * attention.core,
-        "elementwise": passes * ((3 + recomputed) * moved + weights * touched / work.hbm),
+        "attention": passes * layers * core * attention.core,
+        "elementwise": passes * ((3 + recomputed) * elementwise + weights * touched / work.hbm),
         "launches": passes * host,
         "head": passes * rank.head * times.ends.head,
-        "tensor": passes * ((2 + recomputed) * halves + again) * transfers.tensor,
-        "context": passes * both * 3 * transfers.context,
+        "tensor": passes * ((2 + recomputed) * num_tensor + regathers) * transfers.tensor,
+        "context": passes * layers * 3 * transfers.context,
         "experts": passes * routed * exchanged * (1 + recomputed / 2),
         "pipeline": passes * rank.sends * times.message,
     }
     rest = passes * times.busy(rank)
     for seconds in parts.values():
         rest = rest - seconds
-    # The rest of an FSDP unit is waiting for its weights.
+    # The rest: selective recomputation and the embedding. Of FSDP units it counts as waiting for
+    # weights.
     is_units = layout.fsdp == 1
     parts["elementwise"] = parts["elementwise"] + where(is_units, 0, rest)
     parts["launches"] = parts["launches"] + constants.step_overhead_ms * 1e-3
@@ -535,16 +548,17 @@ def compute_floor(work: PricedStep) -> Number:
     over devices."""
     model, layout, hardware, constants = work.model, work.layout, work.hardware, work.constants
     heads = model.heads
+    # Weights of all layers that a token is multiplied with.
     attention = attention_weights(model) + model.hidden * heads * model.value_dim
-    gated = model.mlp_matrices * model.hidden
-    per_layer = attention * model.layers
-    per_layer = per_layer + (model.layers - model.moe_layers) * gated * model.mlp_width
-    per_layer = per_layer + model.moe_layers * gated * (
+    per_width = model.mlp_matrices * model.hidden
+    weights = attention * model.layers
+    weights = weights + (model.layers - model.moe_layers) * per_width * model.mlp_width
+    weights = weights + model.moe_layers * per_width * (
         model.top_k * work.kept_choices * model.expert_width + model.shared_width
     )
     passes = where(layout.adapters == 1, 2.0, 3.0)
     tokens = layout.microbatch * layout.seq_len / layout.cp * layout.microbatches
-    products = 2 * passes * tokens * per_layer / (hardware.peak * work.gemm_efficiency)
+    products = 2 * passes * tokens * weights / (hardware.peak * work.gemm_efficiency)
     head = 6 * tokens * model.hidden * model.vocab
     head = head / (hardware.peak_16bit * constants.gemm_efficiency)
     core = (
