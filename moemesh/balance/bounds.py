@@ -195,8 +195,9 @@ def corners(
             continue
         count = int(quotient)
         for candidate in range(count - 1, count + 2):
-            exact = family == EXCESS or candidate == count
-            if exact and points[size - 1] < candidate < most:
+            # A step is at `count` itself, a bend of EXCESS beside it.
+            is_corner = family == EXCESS or candidate == count
+            if is_corner and points[size - 1] < candidate < most:
                 points[size] = candidate
                 size += 1
     if points[size - 1] < most:

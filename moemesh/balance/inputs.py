@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def per_gpu(self) -> int:
-        """Number of slots of a GPU."""
+        """Number of slots of a GPU; the others are numbers of a node."""
         return self.num_slots // self.num_gpus
 
     @property

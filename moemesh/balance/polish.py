@@ -161,17 +161,17 @@ def price_splits(replicas: PlacedReplicas, limit: float) -> tuple[Floats, Floats
         gain[expert] = 0.0 if copies < len(load) else np.inf
         cost[expert] = 0.0 if copies > 1 else np.inf
         if copies < len(load):
-            less = weight[expert] / (copies + 1) - unit[expert]
+            change = weight[expert] / (copies + 1) - unit[expert]
             for copy in range(copies):
-                at = float(load[where[expert, copy]])
-                if at > limit:
-                    gain[expert] += over(at + less, limit) - over(at, limit)
+                gpu_load = float(load[where[expert, copy]])
+                if gpu_load > limit:
+                    gain[expert] += over(gpu_load + change, limit) - over(gpu_load, limit)
         if copies > 1:
-            more = weight[expert] / (copies - 1) - unit[expert]
+            change = weight[expert] / (copies - 1) - unit[expert]
             for copy in range(copies):
-                at = float(load[where[expert, copy]])
-                if at + more > limit:
-                    cost[expert] += over(at + more, limit) - over(at, limit)
+                gpu_load = float(load[where[expert, copy]])
+                if gpu_load + change > limit:
+                    cost[expert] += over(gpu_load + change, limit) - over(gpu_load, limit)
     return gain, cost
 
 
@@ -183,25 +183,25 @@ def best_move(
     weight, counts, _, slots, unit, load = replicas
     gain, cost = price_splits(replicas, limit)
     per_gpu = len(slots) // len(load)
-    heat = load[hot]
-    hot_potential = over(heat, limit)
+    hot_load = load[hot]
+    hot_potential = over(hot_load, limit)
     best = -EQUAL * limit * limit
     kind, first, second = NO_MOVE, -1, -1
     for slot in range(hot * per_gpu, (hot + 1) * per_gpu):
         expert = slots[slot]
         load_of_replica = unit[expert]
-        smaller = weight[expert] / (counts[expert] + 1)
+        split_load = weight[expert] / (counts[expert] + 1)
         for other in range(len(slots)):
             peer = other // per_gpu
             partner = slots[other]
             if peer == hot or partner == expert:
                 continue
-            at = load[peer]
+            peer_load = load[peer]
             difference = load_of_replica - unit[partner]
             # Swap the two replicas.
-            if difference > 0.0 and at < heat:
-                change = over(heat - difference, limit) - hot_potential
-                change += over(at + difference, limit) - over(at, limit)
+            if difference > 0.0 and peer_load < hot_load:
+                change = over(hot_load - difference, limit) - hot_potential
+                change += over(peer_load + difference, limit) - over(peer_load, limit)
                 change /= swap_price
                 if (
                     change < best
@@ -211,21 +211,21 @@ def best_move(
                     best, kind, first, second = change, SWAP, slot, other
             # Give the partner's slot to this expert, whose replica on the hot GPU shrinks.
             if counts[partner] > 1 and gain[expert] < 0.0:
-                more = weight[partner] / (counts[partner] - 1) - unit[partner]
-                change = gain[expert] + cost[partner] - over(at + more, limit)
-                change += over(at - unit[partner] + smaller, limit)
+                growth = weight[partner] / (counts[partner] - 1) - unit[partner]
+                change = gain[expert] + cost[partner] - over(peer_load + growth, limit)
+                change += over(peer_load - unit[partner] + split_load, limit)
                 if change < best and not holds(slots, peer, per_gpu, expert):
                     best, kind, first, second = change, SHIFT, other, expert
         # Give the slot on the hot GPU to another expert.
         if counts[expert] > 1:
-            more = weight[expert] / (counts[expert] - 1) - load_of_replica
-            rest = cost[expert] - over(heat + more, limit)
+            growth = weight[expert] / (counts[expert] - 1) - load_of_replica
+            cost_elsewhere = cost[expert] - over(hot_load + growth, limit)
             for partner in range(len(weight)):
                 if partner == expert:
                     continue
-                change = rest + gain[partner]
+                change = cost_elsewhere + gain[partner]
                 change += over(
-                    heat - load_of_replica + weight[partner] / (counts[partner] + 1), limit
+                    hot_load - load_of_replica + weight[partner] / (counts[partner] + 1), limit
                 )
                 if change < best and not holds(slots, hot, per_gpu, partner):
                     best, kind, first, second = change, SHIFT, slot, partner

@@ -252,7 +252,8 @@ def cut_runs(counts: Ints, place_expert: Ints, place_rank: Ints, quota: Ints, no
                 sent[rank, place] += tokens
                 left[rank, expert] -= tokens
                 room[place] -= tokens
-    # The rest: ranks and places in order, cut by both prefix sums.
+    # The rest: ranks and places in order, cut by both prefix sums. Ranks before the cursor of an
+    # expert have no tokens left for it.
     cursor = np.zeros(num_experts, np.int64)
     for place in range(num_places):
         expert = place_expert[place]

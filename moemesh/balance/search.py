@@ -79,7 +79,7 @@ def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | fl
             layers.search(int(layer), chosen, enough, 0)
         if isinstance(effort, (int, float)):
             _spend(layers, started + effort)
-    _keep_up(layers)
+    _match_published(layers)
     return layers.slots
 
 
@@ -267,7 +267,7 @@ def published(weights: Floats, shape: Shape, enough: Floats | None = None) -> tu
     return slots, tops
 
 
-def _keep_up(layers: _Layers) -> None:
+def _match_published(layers: _Layers) -> None:
     """Replace layers for which the published placement is better: by a closer packing, by the
     published placement without second copies on a GPU, or by a longer search.
 

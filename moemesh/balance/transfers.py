@@ -81,6 +81,7 @@ def _choose_sources(
     sent: Counter[int] = Counter()
     transfers: defaultdict[tuple[int, int], list[ReplicaTransfer]] = defaultdict(list)
     for gpu in range(num_gpus):
+        # Number of the GPU's old replicas of each expert: in their slot, and in other slots.
         slots_of_gpu = range(gpu * per_gpu, (gpu + 1) * per_gpu)
         stays = Counter(previous[slot] for slot in slots_of_gpu if previous[slot] == slots[slot])
         held = Counter(previous[slot] for slot in slots_of_gpu) - stays

@@ -235,6 +235,8 @@ class FailureDetector:
     # Ranks that ended.
 
     def _deaths(self, now: float, passed: float, statuses: Sequence[RankStatus]) -> Verdict | None:
+        """The verdict on ranks that ended or reported an exception, once enough signs arrived;
+        `passed`: seconds since the last snapshot."""
         # Exit codes of ranks that end after a stop signal.
         stop_codes: tuple[int, ...] = ()
         if self.stopping is not None:
@@ -253,6 +255,7 @@ class FailureDetector:
         since = now - self._first_sign
         if since < SETTLE_SECONDS:
             return None
+        # The likeliest cause: the strongest sign, then the earliest one.
         follow = self.limits.aborts_follow
         weak = {status.rank: weakness(status, aborts_follow=follow) for status in failed}
         times = self._first_signs | {
@@ -318,6 +321,7 @@ class FailureDetector:
     # Ranks that are alive.
 
     def _stops(self, passed: float, statuses: Sequence[RankStatus]) -> Verdict | None:
+        """The verdict on a rank that is stopped while others run."""
         alive = [status for status in statuses if status.exit_code is None]
         stopped = [status for status in alive if status.state == "T"]
         for status in statuses:
@@ -332,6 +336,7 @@ class FailureDetector:
         return None
 
     def _hangs(self, now: float, passed: float, statuses: Sequence[RankStatus]) -> Verdict | None:
+        """The verdict on ranks of which none makes progress."""
         if self.stopping is not None:
             return None
         running = [status for status in statuses if not status.is_done]
@@ -349,6 +354,7 @@ class FailureDetector:
         if in_steps and seconds and self._num_steps >= FIRST_STEPS:
             by_steps = max(10 * statistics.median(seconds), 3 * max(seconds))
             limit = min(max(self.limits.floor, by_steps), limit)
+        # Time without progress counts as far as every rank could have moved in it.
         changes = {record.rank: record.changes for record in records}
         counted = passed * min((self._share(status, passed) for status in running), default=0.0)
         self._still = self._still + counted if changes == self._changes else 0.0

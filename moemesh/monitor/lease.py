@@ -95,13 +95,13 @@ class Lease:
                 os.close(handle)
                 return Lease._take_over(file, epoch + 1)
             body = _read(handle)
-            # The lock is free, so a holder on this host has ended. That of a holder on another host
-            # may be invisible here: its counter shows whether it lives.
+            # The lock is free, so a holder on this host has ended. The lock of a holder on another
+            # host may be invisible to this one: its counter shows whether it lives.
             is_foreign = bool(body.get("held")) and body.get("boot") != boot_name()
-            first, end = _number(body, "counter"), time.monotonic() + _OBSERVE_SECONDS
+            counter, end = _number(body, "counter"), time.monotonic() + _OBSERVE_SECONDS
             while not takeover and is_foreign and time.monotonic() < end:
                 time.sleep(0.2)
-                if _number(_read(handle), "counter") != first:
+                if _number(_read(handle), "counter") != counter:
                     holder = describe_holder(body)
                     raise RunFolderError(
                         f"{folder} is in use by another run ({holder}), whose counter moves: stop "

@@ -85,7 +85,7 @@ def introduce(store: Store, folder: Path | None, ranks: range, world_size: int) 
     entry |= {"address": address[0], "port": address[1]}
     if first:
         store.set(f"watcher/{first}", json.dumps(entry))
-    else:
+    else:  # the first node collects the entries: the ranks of one end where the next begins
         nodes: list[dict[str, Any]] = [entry]
         while (following := nodes[-1]["first"] + nodes[-1]["num_ranks"]) < world_size:
             nodes.append(parse_json(store.get(f"watcher/{following}")))

@@ -436,6 +436,8 @@ class Supervisor:
                 records.close()
 
     def _start(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
+        """Start the process of a rank with its variables; rank 0 keeps this process's output."""
+        # Variables of a torchrun around this process do not apply to these ranks.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
         environment |= settings_for_gpus(environment)
         environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))

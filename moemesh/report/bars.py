@@ -372,7 +372,7 @@ def stacked_bars(
         max(sum(size for _, size, _ in bar.pieces), bar.mark or 0.0) for bar in bars
     ) or 1.0  # fmt: skip
     bottom = top + len(bars) * _STACKED_ROW
-    body, scale = [legend], 1.0
+    body, scale = [legend], 1.0  # ticks are round multiples of the scale
     while unit == "bytes" and highest / scale >= 1024:
         scale *= 1024
     for value in (tick * scale for tick in svg.ticks(0, highest / scale, 6)):

@@ -54,6 +54,7 @@ class Evidence:
         return self.of_run.medians.get("seconds")
 
     def fact(self, name: str) -> float | None:
+        """The number of a fact; None without a record."""
         fact = self.facts.get(name)
         return None if fact is None else fact[0]
 
@@ -62,6 +63,7 @@ class Evidence:
         return self.run.plan or self.run.section("plan")
 
     def degree(self, name: str) -> int:
+        """An integer of the plan; 1 if it is missing."""
         degree = self.plan.get(name, 1)
         return degree if isinstance(degree, int) else 1
 

@@ -144,6 +144,7 @@ def _verdict(
         shape = shape_of(rows, rose=rose)
         if newest < LEAST_STEPS and shape != "rises":
             shape, is_low = "falls", False  # too few steps to judge the rate
+        # By the shape of the losses: the reason, a change, and whether the run continues with it.
         why, change, continues = {
             "falls": ("", more_steps, True),
             "stays": ("its loss stays where it began: its learning rate is too low", higher, False),

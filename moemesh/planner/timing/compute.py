@@ -140,7 +140,7 @@ def product_seconds(work: PricedStep, rows: Number, columns: Number, inner: Numb
 def _product(
     work: PricedStep, rows: Number, columns: Number, inner: Number, rate: Number
 ) -> Number:
-    """Seconds of a product with large sides at `rate` operations/s, times the losses of its own."""
+    """Seconds of a product: at `rate` operations/s, multiplied by the losses of its three sides."""
     constants = work.constants
     row_loss = constants.gemm_row_loss * work.hardware.peak / _REFERENCE_PEAK
     loss = (
@@ -384,7 +384,7 @@ class LayerTime(NamedTuple):
 
 
 def layer_transfers(work: PricedStep) -> LayerTransfers:
-    """Seconds of a layer's transfers: from the table if it has the collective, else closed."""
+    """Seconds of a layer's transfers, those with a measured collective from the table."""
     model, layout, constants, links = work.model, work.layout, work.constants, work.links
     t, c, u = layout.tp, layout.cp, work.tokens
     stream = u * model.hidden * ACTIVATION_BYTES
