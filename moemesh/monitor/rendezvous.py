@@ -192,6 +192,7 @@ def join_node(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | No
     folder, end = shared_memory() / node.name, time.monotonic() + _EARLIER_SECONDS
     listener = listen(node.master) if node.has_others else None
     with suppress(OSError), listener or nullcontext():
+        # Another rank made the folder: join it, or wait until an earlier start has left it.
         while not _make(folder, node, listener):
             is_ours = has_lock = False
             with suppress(OSError):
@@ -252,6 +253,7 @@ class ProcessHandles:
         #: Processes of this parent, from rank 0; without any, the ranks have another parent.
         self.started: list[subprocess.Popen[bytes]] = []
         self._poll = select.poll()
+        #: Handle -> rank; rank -> process id; rank -> exit code.
         self._handles: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}

@@ -122,6 +122,7 @@ def _verdict(
         for a, b in itertools.pairwise(cuts)
         if b > a
     ]
+    # The part with the lowest loss, and the newest.
     first, last, lowest = min(parts, key=lambda part: part[2])
     newest, latest = rows[-1].step, parts[-1][2]
     # Noise of the median of a part: usual difference of neighbouring steps over the square root of

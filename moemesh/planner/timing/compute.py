@@ -442,16 +442,16 @@ def _expert_transfers(work: PricedStep) -> tuple[Number, Number]:
     exchange = maximum(across / links.network(nodes), inside / links.intra) + 2 * links.latency
     has_experts = model.experts > 0
     exchange = where((holders > 1) & has_experts, exchange, 0)
-    # A node-aware exchange across nodes has no measured operation.
-    several = where(layout.deduplicated == 1, visited(layout.ep), model.top_k)
-    rows = where(layout.slots > 0, once * fixed, once * several * work.load)
-    counted = links.measured("all_to_all", layout.ep, x, rows)
-    counted = where(gathers, links.measured_pair(holders, 1, holders * once) / 2, counted)
-    relayed = (layout.deduplicated == 1) & (nodes > 1)
-    exchange = known(where(relayed, np.nan, counted), exchange)
+    # Measured, except for a node-aware exchange across nodes (several operations).
+    per_token = where(layout.deduplicated == 1, visited(layout.ep), model.top_k)
+    rows = where(layout.slots > 0, once * fixed, once * per_token * work.load)
+    measured = links.measured("all_to_all", layout.ep, x, rows)
+    measured = where(gathers, links.measured_pair(holders, 1, holders * once) / 2, measured)
+    is_relayed = (layout.deduplicated == 1) & (nodes > 1)
+    exchange = known(where(is_relayed, np.nan, measured), exchange)
     share = where(layout.overlapped_exchange == 1, work.constants.overlapped_exchange_exposed, 1)
-    held = where(layout.deduplicated == 1, visited(layout.ep), fixed)
-    pair = 2 * (x - 1) * once * held / links.bandwidth(x, 1)
+    per_token = where(layout.deduplicated == 1, visited(layout.ep), fixed)
+    pair = 2 * (x - 1) * once * per_token / links.bandwidth(x, 1)
     pair = known(links.measured_pair(x, 1, x * once * model.top_k), pair)
     return exchange * share, where((x > 1) & has_experts & (layout.gathered == 0), pair, 0)
 
