@@ -82,7 +82,11 @@ def test_notes_become_software():
     assert not parse(**moe).software.deduplicated and parse(**new).software.deduplicated
     assert not parse(**new, notes="dispatcher A2A").software.deduplicated
     assert parse(**moe, notes="dropless natural routing").software.natural_routing
-    assert parse(notes="LoRA Performance").layout.adapters
+    lora = parse(notes="LoRA Performance")
+    assert lora.layout.adapters and not lora.software.adapts_qkv_alone
+    for one in ({"src": "nemo_ft", "notes": "LoRA"}, {"notes": "LoRA on linear_qkv, rank 16"}):
+        assert parse(**one).software.adapts_qkv_alone
+    assert not parse(src="nemo_automodel", notes="LoRA").software.adapts_qkv_alone
     assert parse(precision="MXFP8").software.block_scales
     assert parse().software.native_kernel and not parse(zero=3).software.native_kernel
     assert parse(zero=3, hardware="A100-80G NVL8").software.native_kernel

@@ -29,6 +29,7 @@ from moemesh.planner.timing.compute import (
     attended,
     core_seconds,
     layer_transfers,
+    model_ends,
     product_seconds,
 )
 from moemesh.planner.timing.price import pricing, software_of
@@ -101,13 +102,33 @@ def test_low_rank_adapters_skip_weight_gradients_and_optimizer():
     assert 0.6 < adapters.compute / whole.compute < 0.75
 
 
-def test_adapters_read_and_write_beside_every_product_and_reduce_nothing():
-    plain, low_rank = price(dp=8), price(dp=8, adapters=True)
-    assert low_rank.elementwise > 1.5 * plain.elementwise
+def test_adapters_read_and_write_beside_their_products_and_reduce_nothing():
+    """Forward and backward move 3 x 2 (inputs + outputs) numbers of 2 bytes a token. Queries, keys
+    and values are one product where they alone have adapters, else three."""
+    every = price(dp=8, adapters=True)
+    alone = price(software=Software(adapts_qkv_alone=True), dp=8, adapters=True)
+    hidden, width, constants = DENSE.hidden_size, DENSE.intermediate_size, Constants()
+    others = 2 * hidden + 2 * hidden + (2 * hidden + 2 * width) + (width + hidden)
+    passed = 3 * DENSE.num_layers * 256 / 8 * 2048 * 2 * 2 * others
+    rate = ACCELERATORS["A100-80G"].memory_bandwidth * constants.memory_efficiency
+    seconds = passed * constants.elementwise_traffic / rate
+    assert every.elementwise - alone.elementwise == pytest.approx(seconds)
     slow = {"dp": 64, "zero": 3, "global_batch": 64, "microbatch": 1}
     whole, frozen = price(**slow), price(**slow, adapters=True)
     # Two gathers of 2 bytes remain of 2 x 2 + `reduce_bytes`.
     assert frozen.data < 0.7 * whole.data
+
+
+def test_frozen_weights_need_neither_their_gradient_nor_the_input_of_a_block_again():
+    """Two products of the head remain of three, and two collectives of a block."""
+    whole, frozen = model_ends(priced(dp=8)), model_ends(priced(dp=8, adapters=True))
+    assert frozen.head_weight_gradient == 0
+    assert frozen.head == pytest.approx(whole.head - whole.head_weight_gradient)
+    cut = {"tp": 8, "sequence_parallel": True}
+    again = Constants().sequence_parallel_regather
+    assert price(**cut).tensor == pytest.approx(
+        price(**cut, adapters=True).tensor * (2 + again) / 2
+    )
 
 
 def test_shards_inside_a_node_leave_only_gradients_to_the_network():

@@ -131,6 +131,18 @@ def test_a_row_made_to_fit_has_one_memory():
     assert not never.fits
 
 
+def test_gradients_are_kept_as_they_are_sent():
+    """NVIDIA's recipes sum in 16 bit: 2 bytes a weight less than in 32 bit, without ZeRO."""
+    whole = {"arch": "llama-13B", "hardware": "B200", "gpus": 4, "tp": 4, "sp": 1, "mbs": 1,
+            "gbs": 4, "seq": 2048, "zero": 0, "recompute": "none"}  # fmt: skip
+    names = enumerate(("x", "nemo_tests"))
+    runs = [parse_run(row(n, src=name, **whole), ARCHS) for n, name in names]
+    other, nemo = (one.memory for one in predict(runs, shipped_calibration()))
+    weights = runs[0].priced[0]
+    least = 2 * (weights.num_layers * 12 * weights.hidden_size**2) / 4
+    assert least < other.allocated - nemo.allocated < 1.2 * least
+
+
 def test_milliseconds_are_named_by_row():
     rows = [ROWS[0], ROWS[1] | {"step_time_s": str(float(ROWS[1]["step_time_s"]) * 1000)}]
     summary = summarize(predict([parse_run(one, ARCHS) for one in rows], shipped_calibration()))

@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 from moemesh.config.errors import UserError
 from moemesh.config.toml import format_value
 from moemesh.planner.accuracy.published import PublishedRun
-from moemesh.planner.accuracy.validate import Prediction, fill_in, predict, run_columns, run_memory
+from moemesh.planner.accuracy.validate import (
+    Prediction,
+    allocation_of,
+    fill_in,
+    predict,
+    run_columns,
+    run_memory,
+)
 from moemesh.planner.arithmetic import FloatArray
 from moemesh.planner.intervals import Intervals, MemoryErrors, SecondsErrors
 from moemesh.planner.memory import Allocation
@@ -333,7 +340,7 @@ def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Interva
             for (source, generation), errors in sorted(seconds.items())
         ),
         memory=_memory_errors(runs, lambda _: _NEUTRAL),
-        known=_memory_errors(known, lambda run: start.allocation(run.cluster)),
+        known=_memory_errors(known, lambda run: allocation_of(run, start)),
     )
 
 

@@ -82,11 +82,19 @@ def predict(runs: Sequence[PublishedRun], calibration: Calibration) -> list[Pred
     for run, value in zip(filled, seconds, strict=True):
         if own := calibration.own.get(run.cluster):
             value *= exp(own.correction(model_row(run.priced[0]), _layout_row(run)))
-        allocation = calibration.allocation(run.cluster)
+        allocation = allocation_of(run, calibration)
         memory = run_memory(run, allocation)
         fits = _fits(run, memory, allocation)
         predictions[run.id] = Prediction(run=run, seconds=float(value), memory=memory, fits=fits)
     return [predictions.get(run.id) or Prediction(run=run) for run in runs]
+
+
+def allocation_of(run: PublishedRun, calibration: Calibration) -> Allocation:
+    """What the software of a run allocates. The buffer of gradients is what is sent: it holds no
+    more bytes a weight."""
+    known = calibration.allocation(run.cluster)
+    size = min(known.gradient_bytes, int(run.software.wire_gradient_bytes))
+    return replace(known, gradient_bytes=size)
 
 
 def run_memory(run: PublishedRun, allocation: Allocation) -> PeakMemory:
@@ -136,7 +144,7 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
     sequence for an MoE model, else the fastest that fits. Recomputation covers the fewest layers
     with which the run fits, or all of them under FSDP, whose trainers have one switch for it.
     """
-    allocation = calibration.allocation(run.cluster)
+    allocation = allocation_of(run, calibration)
     run = _sharded(run, allocation)
     if run.microbatch_printed or run.is_moe:
         return _recomputed(run, allocation)

@@ -71,6 +71,8 @@ class Software:
     serial_gather: bool = False
     #: Bytes of a gradient on the wire; FSDP has the constant `reduce_bytes` instead.
     wire_gradient_bytes: float = 4.0
+    #: Adapters are on the product of queries, keys and values alone; else on every product.
+    adapts_qkv_alone: bool = False
     #: Every pipelined step starts up slowly (`startup_microbatches`).
     slow_startup: bool = False
     #: Share of the layers that is recomputed, in addition to the layout's recomputation.

@@ -165,9 +165,14 @@ def quantize_bytes(work: PricedStep) -> Number:
 
 
 def adapter_bytes(work: PricedStep, inner: Number, columns: Number) -> Number:
-    """Bytes of the low-rank branch of products [M, `inner`] x [`inner`, `columns`]: its input is
-    read a second time, its output is written, and both outputs are read and summed."""
-    return work.layout.adapters * work.tokens * ACTIVATION_BYTES * (inner + 4 * columns)
+    """Bytes of the low-rank branch of products [M, `inner`] x [`inner`, `columns`], a third of
+    those of forward and backward: the mean of three passes.
+
+    The forward reads its input, writes its output and sums both outputs (inner + 4 columns). The
+    backward reads the gradient of the output for either factor, and the input; it writes the
+    gradient of the input and sums both (5 inner + 2 columns).
+    """
+    return work.layout.adapters * work.tokens * ACTIVATION_BYTES * 2 * (inner + columns)
 
 
 def attended(work: PricedStep) -> Number:
@@ -243,8 +248,10 @@ def attention_block(work: PricedStep) -> BlockTime:
     norms = 24 + where(layout.fused_norm == 1, 0, constants.unfused_norm_bytes)
     traffic = norms * u * hidden / work.sequence_shards
     traffic = traffic + (8 + quantize_bytes(work)) * u * heads * query / t
-    traffic = traffic + adapter_bytes(work, 3 * hidden, plain_width)
-    traffic = traffic + adapter_bytes(work, heads * value / t, hidden)
+    adapted = adapter_bytes(work, 3 * hidden, plain_width)
+    adapted = adapted + adapter_bytes(work, heads * value / t, hidden)
+    alone = adapter_bytes(work, hidden, plain_width)  # queries, keys and values are one product
+    traffic = traffic + where(layout.adapts_qkv_alone == 1, alone, adapted)
     return BlockTime(
         products=products * model.mixer_factor,
         core=core_seconds(work),
@@ -258,9 +265,9 @@ def mlp_block(work: PricedStep) -> BlockTime:
     model, layout, constants = work.model, work.layout, work.constants
     u, hidden, width = work.tokens, model.hidden, model.mlp_width / layout.tp
     products = mlp_seconds(work, u, width)
-    traffic = (10 + quantize_bytes(work)) * u * width
-    traffic = traffic + adapter_bytes(work, (model.mlp_matrices - 1) * hidden, 2 * width)
-    traffic = where(width > 0, traffic + adapter_bytes(work, width, hidden), 0)
+    first = adapter_bytes(work, (model.mlp_matrices - 1) * hidden, 2 * width)
+    adapted = (first + adapter_bytes(work, width, hidden)) * (1 - layout.adapts_qkv_alone)
+    traffic = where(width > 0, (10 + quantize_bytes(work)) * u * width + adapted, 0)
     return BlockTime(
         products=where(width > 0, products, 0),
         core=0.0,
@@ -351,11 +358,12 @@ def model_ends(work: PricedStep) -> EndTime:
     rate = work.hardware.peak_16bit * constants.gemm_efficiency  # the head stays in 16 bit
     product = _product(work, u, width, model.hidden, rate)
     summed, loss = weights * work.accumulate / work.hbm, 16 * u * width * traffic
+    later = where(layout.adapters == 1, 0, product) + summed
     return EndTime(
         embedding=8 * u * model.hidden * traffic,
-        head=3 * product + loss + summed,
+        head=2 * product + loss + later,
         head_forward=product + loss / 2,
-        head_weight_gradient=product + summed,
+        head_weight_gradient=later,
         weights=weights,
     )
 
@@ -484,6 +492,14 @@ def longer(device: Number, host: Number) -> Number:
     return (device**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS)
 
 
+def regathered_share(work: PricedStep) -> Number:
+    """Exposed share of the gather of a block's input in the backward. Weight gradients need it
+    under sequence parallelism; frozen weights have none."""
+    layout = work.layout
+    trains = layout.sequence_parallel * where(layout.adapters == 1, 0, 1)
+    return trains * work.constants.sequence_parallel_regather
+
+
 def _block_time(
     work: PricedStep, block: BlockTime, forward: Number, backward: Number, extra: Number = 0.0
 ) -> LayerTime:
@@ -510,9 +526,8 @@ def layer_times(
     """Times of a dense layer and of a layer with experts."""
     model, layout, constants = work.model, work.layout, work.constants
     fixed = constants.layer_overhead_us * 1e-6
-    # With sequence parallelism the backward re-gathers the input of a block.
     tensor = transfers.tensor
-    tensor_backward = tensor * (1 + layout.sequence_parallel * constants.sequence_parallel_regather)
+    tensor_backward = tensor * (1 + regathered_share(work))
     first = _block_time(
         work,
         attention,

@@ -49,6 +49,7 @@ from moemesh.planner.timing.compute import (
     layer_transfers,
     mlp_block,
     model_ends,
+    regathered_share,
 )
 from moemesh.planner.timing.links import known
 from moemesh.schedule.step import duration
@@ -518,7 +519,7 @@ def _in_parts(
     # Blocks that gather their input a second time, and those with any tensor traffic.
     num_regathered = 2 * layers - routed - where(layout.parallel_block == 1, dense, 0)
     num_tensor = num_regathered + where(work.model.shared_width > 0, routed, 0)
-    regathers = layout.sequence_parallel * constants.sequence_parallel_regather * num_regathered
+    regathers = regathered_share(work) * num_regathered
     exchanged = 4 * transfers.exchange + 2 * transfers.expert_tensor
     single = layout.recompute_products * (layers * attention.products + dense * mlp.products)
     parts: dict[str, Number] = {
@@ -561,7 +562,7 @@ def compute_floor(work: PricedStep) -> Number:
     passes = where(layout.adapters == 1, 2.0, 3.0)
     tokens = layout.microbatch * layout.seq_len / layout.cp * layout.microbatches
     products = 2 * passes * tokens * weights / (hardware.peak * work.gemm_efficiency)
-    head = 6 * tokens * model.hidden * model.vocab
+    head = 2 * passes * tokens * model.hidden * model.vocab
     head = head / (hardware.peak_16bit * constants.gemm_efficiency)
     core = (
         4 * tokens * attended(work) * heads * (model.query_dim + model.value_dim) / 2 * model.layers
