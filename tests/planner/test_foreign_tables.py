@@ -109,6 +109,131 @@ def test_a_title_names_the_software_and_its_release(title, tmp_path):
     assert run.cluster.startswith("own/") and run.release == ""
 
 
+#: Name -> a table as READMEs and papers print it, and of each row model, device, devices, tp, dp,
+#: ZeRO, batch, sequence and number type, or words of its reason; or words of the refusal.
+PRINTED: dict[str, tuple[str, list[tuple[object, ...] | str] | str]] = {
+    "a model of several words": (
+        "## Llama 3 8B training on 8x H100 (FP8)\n\n|TP|GBS|Seq length|Step time|\n|-|-|-|-|\n"
+        "|1|128|8192|8 s|\n|2|128|8192|9 s|\n\nMeasured with NCCL 2.20.\n",
+        [("llama3-8B", "H100-80G", 8, 1, 8, 0, 128, 8192, "float8"),
+         ("llama3-8B", "H100-80G", 8, 2, 4, 0, 128, 8192, "float8"), "gbs"],
+    ),
+    "every fact in the title": (
+        "Mistral 7B with FSDP on 16 A100-80GB, global batch size 64, sequence length 4,096\n\n"
+        "|Checkpointing|MFU|\n|--|--|\n|none|52%|\n",
+        [("mistral-7B", "A100-80G", 16, 1, 16, 3, 64, 4096, "bfloat16")],
+    ),
+    "sizes under a family": (
+        "Llama 3 on DGX H100\nSize,GPUs,TP,PP,GBS,MBS,Seq,MFU\n8B,8,1,1,128,1,8192,40\n"
+        "70B,64,4,4,128,1,8192,41\n",
+        [("llama3-8B", "H100-80G", 8, 1, 8, 0, 128, 8192, "bfloat16"),
+         ("llama3-70B", "H100-80G", 64, 4, 4, 0, 128, 8192, "bfloat16")],
+    ),
+    "sizes as models": (
+        "Llama 3.1, 8k context, H100\nModel,GPUs,TP,PP,GBS,MBS,Step time\n8B,8,1,1,128,1,11 s\n",
+        [("llama3-8B", "H100-80G", 8, 1, 8, 0, 128, 8192, "bfloat16")],
+    ),
+    "sizes beside families": (
+        "Family,Model size,GPUs,GPU,TP,GBS,Seq,Step time\nLlama 3,8B,8,H100,1,128,8192,11 s\n"
+        "Qwen3,30B-A3B,8,H100,1,128,4096,6 s\nLlama-3-8B,8.03B,8,H100,1,128,8192,11 s\n",
+        [("llama3-8B", "H100-80G", 8, 1, 8, 0, 128, 8192, "bfloat16"),
+         ("qwen3-30b-a3b", "H100-80G", 8, 1, 8, 0, 128, 4096, "bfloat16"),
+         ("llama3-8B", "H100-80G", 8, 1, 8, 0, 128, 8192, "bfloat16")],
+    ),
+    "models as columns": (
+        "||Llama 3 8B|Llama 3 70B|\n|--|--|--|\n|GPUs|8|64|\n|GPU|H100|H100|\n|TP|1|4|\n|PP|1|4|\n"
+        "|GBS|128|128|\n|Seq|8192|8192|\n|MFU|40|41|\n",
+        [("llama3-8B", "H100-80G", 8, 1, 8, 0, 128, 8192, "bfloat16"),
+         ("llama3-70B", "H100-80G", 64, 4, 4, 0, 128, 8192, "bfloat16")],
+    ),
+    "devices from degrees": (
+        "Llama 2 13B on up to 64 A100-80GB\nTP,PP,DP,GBS,MBS,Seq,MFU\n2,2,8,128,1,4096,50\n",
+        [("llama2-13B", "A100-80G", 32, 2, 8, 0, 128, 4096, "bfloat16")],
+    ),
+    "two settings": (
+        "Model,GPU,GPUs,TP,GBS,Seq,Precision,MFU\nLlama 3 8B,B200,8,1,128,8192,BF16 (FP8-MX),50\n"
+        'Llama 3 8B,B200,8,1,128,8192,"BF16, FP8",5\nLlama 3 8B,B200,8,1,128,8192,FP8/BF16,5\n',
+        [("llama3-8B", "B200", 8, 1, 8, 0, 128, 8192, "bfloat16"),
+         "precision is `bf16, fp8`: two number types", "precision is `fp8/bf16`: two number types"],
+    ),
+    "two number types in the title": (
+        "Llama 3 8B in BF16 and FP8 on 8 H100\nTP,PP,GBS,Seq,MFU\n1,1,128,8192,40\n",
+        ["precision is `bf16 or fp8`: two number types"],
+    ),
+    "a range in the title": (
+        "Llama 3 8B from 8 to 64 H100\nTP,PP,GBS,Seq,MFU\n1,1,128,8192,40\n",
+        ["the row prints no `gpus`"],
+    ),
+    "two layouts in the title": (
+        "Llama 3 8B on 8 H100: TP 2 vs TP 4\nGBS,MBS,Seq,MFU\n128,1,8192,40\n",
+        ["the row prints no layout"],
+    ),
+    "LoRA and more in the title": (
+        "Llama 3 8B, full fine-tuning and LoRA, 8 H100\nTP,PP,GBS,Seq,MFU\n1,1,128,8192,40\n",
+        ["the title names LoRA and more"],
+    ),
+    "two models in the title": (
+        "Llama 3 8B against Mixtral 8x7B on 64 H100\nTP,PP,GBS,Seq,MFU\n1,1,128,8192,40\n",
+        "lacks the column arch",
+    ),
+    "sizes of two families": (
+        "Qwen2.5 and Llama 2 on H100\nSize,GPUs,TP,GBS,Seq,MFU\n7B,8,1,128,4096,40\n",
+        "sizes are those of a family that the title names",
+    ),
+    "sizes alone": (
+        "Model,GPU,GPUs,TP,GBS,Seq,MFU\n8B,H100,8,1,128,8192,40\n",
+        ["arch is `8B`: a size; write its family"],
+    ),
+    "facts in the names": (
+        "Model,8xH100 tok/s/GPU,16xH100 tok/s/GPU\nLlama-3-8B,11800,11500\n",
+        "`8xH100 tok/s/GPU` is a device and a measure: write one row for each device",
+    ),
+    "two tables": (
+        "### Llama 3 8B, 8k context, H100\n\n|GPUs|TP|PP|GBS|MFU|\n|-|-|-|-|-|\n|8|1|1|128|40|\n\n"
+        "### Llama 3 70B\n\n|GPUs|TP|PP|GBS|MFU|\n|--|--|--|--|--|\n|64|4|4|128|41|\n",
+        "line 7 (`### Llama 3 70B`) begins another part of the table",
+    ),
+    "two tables of other columns": (
+        "Model,GPU,GPUs,TP,PP,GBS,Seq,MFU\nLlama 3 8B,H100,8,1,1,128,8192,40\n"
+        "Model,GPU,GPUs,PP,TP,GBS,Seq,MFU\nLlama 3 70B,H100,64,4,8,128,8192,41\n",
+        "line 3 (`Model, GPU, GPUs, PP, TP, GBS, Seq, MFU`) begins another part of the table",
+    ),
+    "parts of a table": (
+        "Model,GPU,GPUs,TP,GBS,Seq,MFU\nBF16,,,,,,\nLlama 3 8B,H100,8,1,128,8192,40\nFP8,,,,,,\n"
+        "Llama 3 8B,H100,8,1,128,8192,55\n",
+        "line 2 (`BF16`) begins another part of the table",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_facts_of_a_title_are_those_of_every_row_or_of_none(name, tmp_path):
+    text, rows = PRINTED[name]
+    (tmp_path / "runs.csv").write_text(text)
+    if isinstance(rows, str):
+        with pytest.raises(UserError) as caught:
+            read_runs(tmp_path / "runs.csv")
+        assert rows in str(caught.value)
+        return
+    for run, row in zip(read_runs(tmp_path / "runs.csv"), rows, strict=True):
+        if isinstance(row, str):
+            assert row in run.reason
+            continue
+        assert run.layout is not None and run.shape is not None and run.device is not None
+        plan = run.layout
+        read = plan.world_size, plan.tp, plan.dp, plan.zero, plan.global_batch, plan.seq_len
+        assert (run.shape.name, run.device.name, *read, plan.precision) == row
+
+
+@pytest.mark.parametrize(
+    ("title", "cells", "adapters"),
+    [("LoRA on 8 H100", {}, True), ("", {"Method": "LoRA"}, True), ("", {"Method": "SFT"}, False)],
+)
+def test_adapters_are_named_in_the_title_or_a_column(title, cells, adapters, tmp_path):
+    run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | cells | {"Step time": "10.5"}, title)
+    assert run.layout is not None and run.layout.adapters == adapters
+
+
 @pytest.mark.parametrize("author", TABLES)
 def test_each_row_is_read_or_named(author, tmp_path):
     data, rows = TABLES[author]

@@ -452,7 +452,7 @@ def test_weights_under_adapters_may_be_packed():
         ({"seq": "long"}, "seq is `long`: not a whole number"),
         ({"arch": "moe-30B", "ep": 7}, "ep"),
         ({"cp": 3, "gpus": 24}, "cp"),
-        ({"gpus": ""}, "gpus"),
+        ({"gpus": "", "dp": ""}, "gpus"),
         ({"gpus": "8x8"}, "8x8"),
         ({"gbs": "4M"}, "gbs is `4M`"),
         ({"mbs": 128}, "mbs is 128, more than the 8 sequences of a replica"),

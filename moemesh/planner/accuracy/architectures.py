@@ -23,6 +23,8 @@ from moemesh.planner.shapes.load_shape import (
 )
 from moemesh.planner.shapes.shape import ModelShape
 
+#: A size of a model: "8B", "1.5 b", "8x7B", "30B-A3B".
+SIZE = re.compile(r"(\d+x)?\d+(\.\d+)? ?[bm](-a\d+(\.\d+)?b)?", re.IGNORECASE)
 #: Relative rounding of a printed number of parameters.
 _ROUNDED_SIZE = 0.05
 
@@ -80,6 +82,8 @@ def named_shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
     name = known
     if preset_of(name) not in packaged and not Path(name).exists():
         near = nearest_name(name, [known.lower() for known in (*archs, *packaged)])
+        if SIZE.fullmatch(arch):
+            raise ValueError(f"arch is `{arch}`: a size; write its family, here or in the title")
         message = f"arch is `{arch}`: no entry of the table of architectures (--archs), no "
         message += "preset and no file"
         raise ValueError(message + f"; did you mean {near}?" * bool(near))

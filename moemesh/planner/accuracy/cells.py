@@ -51,7 +51,7 @@ GPT_SIZES = ("layers", "hidden", "heads")
 #: Columns that may have another name.
 READ_COLUMNS = frozenset({
     "id", *NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision", "recompute",
-    "status", "stack", "layout", *GPT_SIZES, "params_b", *_RATES,
+    "status", "stack", "layout", *GPT_SIZES, "size", "params_b", "method", *_RATES,
 })  # fmt: skip
 #: A number, "k", and a unit.
 _QUANTITY = re.compile(r"[~≈]? *([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
@@ -143,14 +143,17 @@ def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]
     lines = [(reader.line_num, [_joined(cell.strip()) for cell in cells]) for cells in reader]
     lines = [(number, cells) for number, cells in lines if any(cells)]
     titles = list[str]()
+    if any(len(cells) > 1 for _, cells in lines):
+        while len(lines[0][1]) == 1:
+            titles += lines.pop(0)[1]
     while len(lines) > 1:
         cells, below = [list(filter(None, cells)) for _, cells in lines[:2]]
-        is_name = len(cells) == 1 or _num_known(cells) == 0 < 3 <= _num_known(below)
+        is_name = len(cells) == 1 or num_known(cells) == 0 < 3 <= num_known(below)
         if len(cells) >= len(below) or not is_name:
             break
         titles += lines.pop(0)[1]
-    down = _num_known(cells[0] for _, cells in lines)
-    if down > 2 and down > _num_known(lines[0][1]):
+    down = num_known(cells[0] for _, cells in lines)
+    if down > 2 and down > num_known(lines[0][1]):
         if lines[0][1][0].lower() in ("", "key", "setting", "parameter", "metric"):
             lines[0][1][0] = "id"
         columns = zip_longest(*(cells for _, cells in lines), fillvalue="")
@@ -171,7 +174,8 @@ def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]
     return " ".join(filter(None, titles)), header, lines
 
 
-def _num_known(names: Iterable[str]) -> int:
+def num_known(names: Iterable[str]) -> int:
+    """The number of names of known columns."""
     return sum(name in READ_COLUMNS for name, _ in own_columns([*names]))
 
 

@@ -23,12 +23,12 @@ from moemesh.planner.accuracy.architectures import (
     sized_gpt,
 )
 from moemesh.planner.accuracy.cells import (
-    GPT_SIZES,
     NEEDED_COLUMNS,
     READ_COLUMNS,
     annotated_row,
     decimal_in,
     measured_in,
+    num_known,
     own_columns,
     spellings,
     table_lines,
@@ -36,6 +36,8 @@ from moemesh.planner.accuracy.cells import (
     whole_in,
     with_unit,
 )
+from moemesh.planner.accuracy.implied import ROUNDED, batch, machines, one_a_stage
+from moemesh.planner.accuracy.titles import title_facts, with_model
 from moemesh.planner.parameters import count_flops
 from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
@@ -83,6 +85,8 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     precision: Precision | None = next((x for x in patterns if re.search(patterns[x], text)), None)
     if precision is None:
         raise ValueError(f"precision is `{text}`: known are bf16, fp16, fp32, fp8 and fp4")
+    if re.fullmatch(r"(mx|nv)?(bf|fp)(4|8|16)\S*\s*(/|,|or)\s*(mx|nv)?(bf|fp)(4|8|16)\S*", text):
+        raise ValueError(f"precision is `{text}`: two number types; write one in each row")
     kernels: dict[str, AttentionKernel] = {kernel: kernel for kernel in KERNELS}
     # Frozen weights have neither gradients nor optimizer states; those of adapters are small.
     trained = 0.0 if (adapters := row.get("adapters") == "1") else 1.0
@@ -223,33 +227,27 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
         raise UserError(f"cannot read the table {table}: {error}") from None
     own = own_columns(header)
     columns = [name for name, _ in own]
-    words = [word.strip(",;:.()[]") for word in title.split()]
-    devices = {device.name: word for word in words if (device := accelerator_of(word))}
-    formats = {word.lower() for word in words if re.fullmatch(_FORMAT, word, re.IGNORECASE)}
-    constant = {"hardware": hardware or (title if len(devices) == 1 else ""), "title": title}
-    if len(formats) == 1:
-        constant["precision"] = formats.pop()
+    rows = [_cells(cells, own, number) for number, cells in lines]
     entries = architectures(table, archs)
-    if set(GPT_SIZES) <= {*columns}:
-        constant["arch"] = "gpt"
-    elif "arch" not in columns:
-        models = {
-            word for word in words if word not in devices.values() and is_model(word, entries)
-        }
-        constant["arch"] = models.pop() if len(models) == 1 else ""
-    if missing := [x for x in NEEDED_COLUMNS if x not in columns and not constant.get(x)]:
-        lacks = f"the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        option = "; --cluster NAME or a title that names one device replaces hardware"
-        raise UserError(
-            f"{table} lacks {lacks}; its first line names {', '.join(columns[:8]) or 'none'}"
-            + option * ("hardware" in missing)
-        )
+    facts = title_facts(title, columns, rows, entries)
+    if "arch" not in columns and rows and all(is_model(row["id"], entries) for row in rows):
+        rows = [row | {"arch": row["id"]} for row in rows]
+    if hardware and "hardware" not in columns:
+        facts["hardware"] = hardware
+    rows = [with_model(facts | row, entries) for row in rows]
+    known = {*columns, *facts, *(rows[0] if rows else ())}
+    if missing := [name for name in NEEDED_COLUMNS if name not in known]:
+        raise UserError(f"{table} lacks {_lacks(missing, columns, header)}")
     if twice := [name for name in READ_COLUMNS if columns.count(name) > 1 and name != "layout"]:
         raise UserError(f"{table} has two columns {twice[0]}: leave one out, or rename it")
-    constant = {name: word for name, word in constant.items() if name not in columns}
-    rows = [constant | _cells(cells, own, number) for number, cells in lines]
     if not rows:
         raise UserError(f"{table} has no rows below its first line")
+    for number, cells in lines[:-1]:
+        if _begins_part(cells, columns, facts, entries):
+            raise UserError(
+                f"{table}: line {number} (`{', '.join(filter(None, cells))}`) begins another part "
+                "of the table; give each part a file of its own, with its title"
+            )
     runs = [parse_run(row, entries) for row in rows]
     seen: set[str] = set()
     for run in runs:
@@ -257,6 +255,37 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
             raise UserError(f"{table}: two rows have the id {run.id}; ids name rows in the answer")
         seen.add(run.id)
     return runs
+
+
+def _lacks(missing: Sequence[str], columns: Sequence[str], header: Sequence[str]) -> str:
+    """What a table lacks, and what to do about it."""
+    plural = "s" if len(missing) > 1 else ""
+    words = f"the column{plural} {', '.join(missing)}; its first line names "
+    words += ", ".join(columns[:8]) or "none"
+    if "hardware" in missing:
+        words += "; --cluster NAME or a title that names one device replaces hardware"
+    if "arch" in missing and "size" in columns:
+        words += "; sizes are those of a family that the title names (Llama 3)"
+    joined = (name for name in header if len(name.split()) > 1 and accelerator_of(name))
+    if "hardware" in missing and (name := next(joined, "")):
+        words += f"; `{name}` is a device and a measure: write one row for each device"
+    return words
+
+
+def _begins_part(
+    cells: Sequence[str],
+    columns: Sequence[str],
+    facts: Mapping[str, str],
+    archs: Mapping[str, Any],
+) -> bool:
+    """Whether a line is the first of another table, or a heading to whose rows the title's facts
+    need not apply, or which has facts of its own."""
+    words = list(filter(None, cells))
+    if num_known(cells) > _FEWEST_NAMES:
+        return True
+    if len(words) > 1 or len(columns) < _FEWEST_NAMES or not re.search(r"[^\W\d]{2}", words[0]):
+        return False
+    return len(facts.keys() - {"title"}) > 0 or len(title_facts(words[0], columns, (), archs)) > 1
 
 
 def _cells(given: Sequence[str], own: Sequence[tuple[str, str]], line: int) -> dict[str, str]:
@@ -280,15 +309,15 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         row["recompute"] = ""  # unknown words count as not published
     if row.get("rest") == "unstated":
         row["recompute"] = ""
-    row["gpus"], device = _machines(row, device)
+    row["gpus"], device = machines(row, device)
     if row.get("microbatches") == "pp" and not row.get("mbs"):
-        row["mbs"] = _one_a_stage(row)
+        row["mbs"] = one_a_stage(row)
     if row.get("shard_group") == "node" and device:
         row["shard_group"] = str(device.node_size)
     if (copies := row.get("replicas", "")).isdecimal() and row.get("gpus", "").isdecimal():
         row["shard_group"] = str(int(row["gpus"]) // max(int(copies), 1))
     if not row.get("gbs"):
-        row["gbs"] = _batch(row)
+        row["gbs"] = batch(row)
     release = _RELEASE.match(row.get("release") or row.get("notes", ""))
     run = PublishedRun(
         id=row.get("id", ""),
@@ -347,71 +376,10 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     )
 
 
-#: Number types of products in a title: "NVFP4", "bf16".
-_FORMAT = r"(?:(?:mx|nv)?fp|bf|b?float)(?:4|8|16|32)"
+#: Names of known columns in one line from which on it is a first line.
+_FEWEST_NAMES = 3
 
 
-def _one_a_stage(row: Mapping[str, str]) -> str:
-    """Sequences of a microbatch when a replica's batch is cut into pp microbatches."""
-    try:
-        size, rest = divmod(
-            whole_in(row, "gbs", 0), whole_in(row, "dp", 1) * whole_in(row, "pp", 1)
-        )
-    except (ValueError, ZeroDivisionError):
-        return ""
-    return str(size) if size and not rest else ""
-
-
-def _machines(row: Mapping[str, str], device: Accelerator | None) -> tuple[str, Accelerator | None]:
-    """Number of devices of a row, "" if unknown, and its device, with the devices of a node that
-    the row prints, or that follow from its devices and several nodes."""
-    gpus, nodes, each = (row.get(name, "") for name in ("gpus", "nodes", "node_gpus"))
-    if gpus.isdecimal() and nodes.isdecimal() and not each:
-        size, rest = divmod(int(gpus), max(int(nodes), 1))
-        each = str(size) if int(nodes) > 1 and not rest else ""
-    if device is not None and each.isdecimal():
-        device = replace(device, node_size=int(each))
-    size = int(each) if each.isdecimal() else device.node_size if device else 0
-    if not gpus and nodes.isdecimal() and size and (not each or each.isdecimal()):
-        gpus = str(int(nodes) * size)
-    return gpus, device
-
-
-def _batch(row: Mapping[str, str]) -> str:
-    """Sequences of a step whose table prints none: those of its tokens, of its microbatches, those
-    that its time and rate imply, else one microbatch for each replica without a pipeline, whose
-    rate depends on their number."""
-    try:
-        world, seq = whole_in(row, "gpus", 1), whole_in(row, "seq", 0)
-        others = whole_in(row, "tp", 1) * whole_in(row, "cp", 1) * whole_in(row, "pp", 1)
-        replicas, size = whole_in(row, "dp", 0) or max(world // others, 1), whole_in(row, "mbs", 0)
-        if (tokens := measured_in(row, "batch_tokens")) and seq:
-            return _whole_batch(tokens / seq, replicas * max(size, 1))
-        if size and (accumulation := whole_in(row, "accumulation", 0)):
-            return str(size * accumulation * replicas)
-        seconds, rate = measured_in(row, "step_time_s"), measured_in(row, "tokens_s_gpu")
-        if seconds and rate and seq:
-            implied = seconds * rate * world / seq
-            return str(round(implied)) if abs(implied / round(implied) - 1) < _ROUNDED else ""
-    except (ValueError, ZeroDivisionError):
-        return ""
-    return str(size * replicas) if size and row.get("pp", "") in ("", "1") else ""
-
-
-def _whole_batch(sequences: float, multiple: int) -> str:
-    """The number near `sequences` that `multiple` divides; "" if none is near. A power of two of
-    tokens is often printed with a binary M."""
-    for exact in (sequences * _BINARY, sequences):
-        number = max(round(exact / multiple), 1) * multiple
-        if abs(number / exact - 1) < (1e-9 if exact > sequences else _ROUNDED):
-            return str(number)
-    return ""
-
-
-#: Relative rounding of printed times and rates.
-_ROUNDED = 0.02
-#: Tokens of a binary M over those of a decimal one.
-_BINARY = 2**20 / 1e6
 #: Multiple of the peak from which a time must be in another unit.
 _IMPOSSIBLE_SHARE = 20
 
@@ -441,7 +409,7 @@ def _check(
     peak = device.peak_flops[narrow]
     limits = {"tflops_gpu": peak / 1e12, "mfu_pct": 100 * peak / device.peak_flops[0]}
     for name, limit in limits.items():
-        if (rate := measured_in(row, name) or 0) > limit * (1 + _ROUNDED):
+        if (rate := measured_in(row, name) or 0) > limit * (1 + ROUNDED):
             raise ValueError(
                 f"{name} is {rate:g}, above the peak of {device.name} ({limit:g}): of several "
                 "devices, or in another unit"

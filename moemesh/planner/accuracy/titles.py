@@ -1,0 +1,112 @@
+"""Facts of a whole table in the lines above it: its model, device, number type, degrees, batch and
+sequence length.
+
+A title is prose. A fact counts only if it is there once, and only where no column states it. Sizes
+in a column ("8B", "70B") are those of the family that the title names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from moemesh.config.devices import accelerator_of
+from moemesh.config.errors import ConfigError
+from moemesh.planner.accuracy.architectures import SIZE, is_model, named_shape
+from moemesh.planner.accuracy.cells import GPT_SIZES, spellings
+
+#: Number types of products: "NVFP4", "bf16".
+_FORMAT = r"(?:(?:mx|nv)?fp|bf|b?float)(?:4|8|16|32)"
+#: Most words of a model's name.
+_NUM_WORDS = 4
+
+
+def title_facts(
+    title: str, names: Sequence[str], rows: Sequence[Mapping[str, str]], archs: Mapping[str, Any]
+) -> dict[str, str]:
+    """Column -> fact, of the columns that are not among `names`; `title` is one of them. `family`
+    is that of the sizes in the rows."""
+    words = [word.strip(",;:.()[]*#") for word in title.split()]
+    devices = {device.name: word for word in words if (device := accelerator_of(word))}
+    formats = {word.lower() for word in words if re.fullmatch(_FORMAT, word, re.IGNORECASE)}
+    facts = {"title": title, "family": "", "arch": ""}
+    if len(devices) == 1:
+        facts |= {"hardware": title, "gpus": _number_of(title, *devices.values())}
+    wide = {word for word in formats if word.endswith("32")}
+    facts["precision"] = " or ".join(sorted(formats - wide or wide))
+    for name, pattern in spellings()["title"].items():
+        matches = re.finditer(rf"(?i)\b(?:{pattern})", title)
+        found = {next(filter(None, match.groups())) for match in matches}
+        if len(found) == 1:
+            facts[name] = found.pop()
+    sizes = {size for row in rows if (size := size_of(row))}
+    if set(GPT_SIZES) <= {*names}:
+        facts["arch"] = "gpt"
+    elif sizes:
+        facts["family"] = _family(title, sizes, archs)
+    elif "arch" not in names:
+        facts["arch"] = _model(title, archs)
+    return {name: fact for name, fact in facts.items() if fact and name not in names}
+
+
+def size_of(row: Mapping[str, str]) -> str:
+    """The size of a row's model, which its table prints instead of a name or beside a family."""
+    cells = (row.get(name, "").strip() for name in ("size", "arch"))
+    return next((cell for cell in cells if SIZE.fullmatch(cell)), "")
+
+
+def with_model(row: Mapping[str, str], archs: Mapping[str, Any]) -> dict[str, str]:
+    """The row with the name of its model, where its cells or the title give family and size."""
+    size, arch = size_of(row), row.get("arch", "").strip()
+    family = arch if arch and arch != size else row.get("family", "")
+    if not size or not family or (arch and is_model(arch, archs)):
+        return dict(row)
+    return {**row, "arch": f"{family} {size}"}
+
+
+def _phrases(title: str) -> Iterator[list[str]]:
+    """The words of each part of a title between marks."""
+    for phrase in re.split(r"[,;:()\[\]|*#]|\.(?=\s|$)|\s[-–—]\s|\s(?:and|vs\.?|on|for)\s", title):
+        yield phrase.split()
+
+
+def _windows(title: str) -> Iterator[str]:
+    """Neighbouring words of a part of a title, long ones first."""
+    for words in _phrases(title):
+        for number in range(min(_NUM_WORDS, len(words)), 0, -1):
+            for first in range(len(words) - number + 1):
+                yield " ".join(words[first : first + number])
+
+
+def _model(title: str, archs: Mapping[str, Any]) -> str:
+    """The model that a title names; "" for none, or several."""
+    found: dict[str, str] = {}
+    for words in _windows(title):
+        if accelerator_of(words) is None and is_model(words, archs):
+            found.setdefault(named_shape(words, archs).name, words)
+    return next(iter(found.values())) if len(found) == 1 else ""
+
+
+def _family(title: str, sizes: set[str], archs: Mapping[str, Any]) -> str:
+    """The words of a title that name a model with each of `sizes`; "" for none, or several."""
+    found: dict[tuple[str, ...], str] = {}
+    for words in _windows(title):
+        try:
+            models = tuple(named_shape(f"{words} {size}", archs).name for size in sorted(sizes))
+        except (ConfigError, ValueError, KeyError, TypeError):
+            continue
+        found.setdefault(models, words)
+    return next(iter(found.values())) if len(found) == 1 else ""
+
+
+def _number_of(title: str, device: str) -> str:
+    """The number right before the device of a title that names no nodes; "" for none, several, or
+    the end of a range."""
+    if re.search(r"\b(?:nodes?|servers?|machines?|hosts?)\b|\bper\b", title, re.IGNORECASE):
+        return ""
+    if own := re.match(r"(\d+)[x×]", device):
+        return own[1]
+    number = r"(?<!to )(?<![-–.\w])(\d[\d,]*)\s*[x×]?\s+(?:nvidia\s+|amd\s+)?"
+    found = re.findall(rf"{number}{re.escape(device)}", title, re.IGNORECASE)
+    return found[0] if len(found) == 1 else ""
