@@ -191,17 +191,42 @@ PRINTED: dict[str, tuple[str, list[tuple[object, ...] | str] | str]] = {
     "two tables": (
         "### Llama 3 8B, 8k context, H100\n\n|GPUs|TP|PP|GBS|MFU|\n|-|-|-|-|-|\n|8|1|1|128|40|\n\n"
         "### Llama 3 70B\n\n|GPUs|TP|PP|GBS|MFU|\n|--|--|--|--|--|\n|64|4|4|128|41|\n",
-        "line 7 (`### Llama 3 70B`) begins another part of the table",
+        "line 7 (`### Llama 3 70B`) is no row",
     ),
     "two tables of other columns": (
         "Model,GPU,GPUs,TP,PP,GBS,Seq,MFU\nLlama 3 8B,H100,8,1,1,128,8192,40\n"
         "Model,GPU,GPUs,PP,TP,GBS,Seq,MFU\nLlama 3 70B,H100,64,4,8,128,8192,41\n",
-        "line 3 (`Model, GPU, GPUs, PP, TP, GBS, Seq, MFU`) begins another part of the table",
+        "line 3 (`Model, GPU, GPUs, PP, TP, GBS, Seq, MFU`) is no row",
+    ),
+    "a title with commas": (
+        "Table 2, GPT-3 175B, A100 80GB, TP 8, PP 4, seq 2048, GBS 1536\nGPUs,MFU\n128,48\n",
+        [("gpt3-175B", "A100-80G", 128, 8, 4, 0, 1536, 2048, "bfloat16")],
+    ),
+    "a batch of tokens in the title": (
+        "Llama 2 7B, 64 A100-80GB, global batch 4M tokens, seq 4096\nTP,PP,MBS,MFU\n1,1,4,55\n",
+        [("llama2-7B", "A100-80G", 64, 1, 64, 0, 1024, 4096, "bfloat16")],
+    ),
+    "one node in the title": (
+        "# Trainer\n\nFast.\n\nLlama-3.1-8B, a single node with 8x H100 80GB, seq length 8192.\n\n"
+        "|Setup|Micro batch|Global batch|Tok/s/GPU|\n|-|-|-|-|\n|FSDP|1|8|8,150|\n",
+        ["the row prints no layout"],
+    ),
+    "a range of lengths": (
+        "Llama 3 8B at sequence length 4096 to 131072 on 8 H100\nCP,DP,GBS,MFU\n1,8,128,40\n",
+        "lacks the column seq",
+    ),
+    "a footnote with a fact": (
+        "Model,GPU,GPUs,TP,GBS,Seq,MFU\nLlama 3 8B,H100,8,1,128,8192,40\nAll with FP8.,,,,,,\n",
+        "line 3 (`All with FP8.`) is no row",
+    ),
+    "two devices in a row": (
+        "Model,GPU,GPUs,TP,GBS,Seq,MFU\nLlama 3 8B,H100 & A100,8,1,128,8192,40\n",
+        ["H100-80G, not one device"],
     ),
     "parts of a table": (
         "Model,GPU,GPUs,TP,GBS,Seq,MFU\nBF16,,,,,,\nLlama 3 8B,H100,8,1,128,8192,40\nFP8,,,,,,\n"
         "Llama 3 8B,H100,8,1,128,8192,55\n",
-        "line 2 (`BF16`) begins another part of the table",
+        "line 2 (`BF16`) is no row",
     ),
 }  # fmt: skip
 

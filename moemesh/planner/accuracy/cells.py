@@ -148,8 +148,9 @@ def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]
             titles += lines.pop(0)[1]
     while len(lines) > 1:
         cells, below = [list(filter(None, cells)) for _, cells in lines[:2]]
-        is_name = len(cells) == 1 or num_known(cells) == 0 < 3 <= num_known(below)
-        if len(cells) >= len(below) or not is_name:
+        named = num_known(below)
+        is_title = num_known(cells) == 0 and (named > 2 or named == len(below) == 2)
+        if not is_title and (len(cells) > 1 or len(below) == 1):
             break
         titles += lines.pop(0)[1]
     down = num_known(cells[0] for _, cells in lines)

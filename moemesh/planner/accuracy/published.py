@@ -242,11 +242,13 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
         raise UserError(f"{table} has two columns {twice[0]}: leave one out, or rename it")
     if not rows:
         raise UserError(f"{table} has no rows below its first line")
-    for number, cells in lines[:-1]:
-        if _begins_part(cells, columns, facts, entries):
+    for number, cells in lines:
+        used = facts if (number, cells) != lines[-1] else {}  # the last line may be a footnote
+        if _begins_part(cells, columns, used, entries):
             raise UserError(
-                f"{table}: line {number} (`{', '.join(filter(None, cells))}`) begins another part "
-                "of the table; give each part a file of its own, with its title"
+                f"{table}: line {number} (`{', '.join(filter(None, cells))}`) is no row, and may "
+                "concern some; give each part of a table a file of its own, with its facts in the "
+                "line above the names"
             )
     runs = [parse_run(row, entries) for row in rows]
     seen: set[str] = set()
@@ -266,7 +268,8 @@ def _lacks(missing: Sequence[str], columns: Sequence[str], header: Sequence[str]
         words += "; --cluster NAME or a title that names one device replaces hardware"
     if "arch" in missing and "size" in columns:
         words += "; sizes are those of a family that the title names (Llama 3)"
-    joined = (name for name in header if len(name.split()) > 1 and accelerator_of(name))
+    is_measure = re.compile(r"/|\b[tp]?flops?\b|mfu|time|second", re.IGNORECASE)
+    joined = (name for name in header if is_measure.search(name) and accelerator_of(name))
     if "hardware" in missing and (name := next(joined, "")):
         words += f"; `{name}` is a device and a measure: write one row for each device"
     return words
@@ -281,6 +284,8 @@ def _begins_part(
     """Whether a line is the first of another table, or a heading to whose rows the title's facts
     need not apply, or which has facts of its own."""
     words = list(filter(None, cells))
+    if any(word[0].isdigit() for word in words[1:]):
+        return False
     if num_known(cells) > _FEWEST_NAMES:
         return True
     if len(words) > 1 or len(columns) < _FEWEST_NAMES or not re.search(r"[^\W\d]{2}", words[0]):
@@ -333,6 +338,10 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     )
     if unread := row.get("unread"):
         return replace(run, reason=unread)
+    named = (accelerator_of(word) for word in row.get("hardware", "").split())
+    if len(several := {one.name for one in named if one}) > 1:
+        names = " and ".join(sorted(several))
+        return replace(run, reason=f"hardware is `{row['hardware']}`: {names}, not one device")
     if device is None:
         return replace(run, reason=f"hardware is `{row.get('hardware', '')}`: no known device")
     if row.get("hsdp", node := str(device.node_size)) != node:

@@ -18,6 +18,8 @@ from moemesh.planner.accuracy.cells import GPT_SIZES, spellings
 
 #: Number types of products: "NVFP4", "bf16".
 _FORMAT = r"(?:(?:mx|nv)?fp|bf|b?float)(?:4|8|16|32)"
+#: The rest of a list or a range of numbers.
+_LIST = re.compile(r"\s*(?:to|and|or|vs\.?|[-–/,&])\s*\d")
 #: Most words of a model's name.
 _NUM_WORDS = 4
 
@@ -36,9 +38,9 @@ def title_facts(
     wide = {word for word in formats if word.endswith("32")}
     facts["precision"] = " or ".join(sorted(formats - wide or wide))
     for name, pattern in spellings()["title"].items():
-        matches = re.finditer(rf"(?i)\b(?:{pattern})", title)
+        matches = [*re.finditer(rf"(?i)\b(?:{pattern})", title)]
         found = {next(filter(None, match.groups())) for match in matches}
-        if len(found) == 1:
+        if len(found) == 1 and not any(_LIST.match(title, match.end()) for match in matches):
             facts[name] = found.pop()
     sizes = {size for row in rows if (size := size_of(row))}
     if set(GPT_SIZES) <= {*names}:
@@ -101,9 +103,11 @@ def _family(title: str, sizes: set[str], archs: Mapping[str, Any]) -> str:
 
 
 def _number_of(title: str, device: str) -> str:
-    """The number right before the device of a title that names no nodes; "" for none, several, or
-    the end of a range."""
-    if re.search(r"\b(?:nodes?|servers?|machines?|hosts?)\b|\bper\b", title, re.IGNORECASE):
+    """The number right before the device of a title that names at most one node; "" for none, for
+    several, and for the end of a range."""
+    one = r"(?<!\bsingle )(?<!\bone )(?<!\ba )(?<!\b1 )"
+    nodes = rf"{one}\b(?:nodes?|servers?|machines?|hosts?)\b|\bper\b"
+    if re.search(nodes, title, re.IGNORECASE):
         return ""
     if own := re.match(r"(\d+)[x×]", device):
         return own[1]
