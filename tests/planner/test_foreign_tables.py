@@ -191,12 +191,12 @@ PRINTED: dict[str, tuple[str, list[tuple[object, ...] | str] | str]] = {
     "two tables": (
         "### Llama 3 8B, 8k context, H100\n\n|GPUs|TP|PP|GBS|MFU|\n|-|-|-|-|-|\n|8|1|1|128|40|\n\n"
         "### Llama 3 70B\n\n|GPUs|TP|PP|GBS|MFU|\n|--|--|--|--|--|\n|64|4|4|128|41|\n",
-        "line 7 (`### Llama 3 70B`) is no row",
+        "line 7 (`### Llama 3 70B`) is a fact of several rows",
     ),
     "two tables of other columns": (
         "Model,GPU,GPUs,TP,PP,GBS,Seq,MFU\nLlama 3 8B,H100,8,1,1,128,8192,40\n"
         "Model,GPU,GPUs,PP,TP,GBS,Seq,MFU\nLlama 3 70B,H100,64,4,8,128,8192,41\n",
-        "line 3 (`Model, GPU, GPUs, PP, TP, GBS, Seq, MFU`) is no row",
+        "line 3 (`Model, GPU, GPUs, PP, TP, GBS, Seq, MFU`) is a fact of several rows",
     ),
     "a title with commas": (
         "Table 2, GPT-3 175B, A100 80GB, TP 8, PP 4, seq 2048, GBS 1536\nGPUs,MFU\n128,48\n",
@@ -217,7 +217,7 @@ PRINTED: dict[str, tuple[str, list[tuple[object, ...] | str] | str]] = {
     ),
     "a footnote with a fact": (
         "Model,GPU,GPUs,TP,GBS,Seq,MFU\nLlama 3 8B,H100,8,1,128,8192,40\nAll with FP8.,,,,,,\n",
-        "line 3 (`All with FP8.`) is no row",
+        "line 3 (`All with FP8.`) is a fact of several rows",
     ),
     "two devices in a row": (
         "Model,GPU,GPUs,TP,GBS,Seq,MFU\nLlama 3 8B,H100 & A100,8,1,128,8192,40\n",
@@ -226,7 +226,7 @@ PRINTED: dict[str, tuple[str, list[tuple[object, ...] | str] | str]] = {
     "parts of a table": (
         "Model,GPU,GPUs,TP,GBS,Seq,MFU\nBF16,,,,,,\nLlama 3 8B,H100,8,1,128,8192,40\nFP8,,,,,,\n"
         "Llama 3 8B,H100,8,1,128,8192,55\n",
-        "line 2 (`BF16`) is no row",
+        "line 2 (`BF16`) is a fact of several rows",
     ),
 }  # fmt: skip
 

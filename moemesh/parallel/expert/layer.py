@@ -8,7 +8,7 @@ Legend: T tokens of this rank, H hidden, E experts of all ranks.
 
 Each rank brings its own tokens, so the backward of a dispatch delivers, to each expert, the sum of
 the gradients of all n ranks of the group. With ``gradients="mean"``, the convention of DDP and FSDP
-(the objective is the mean of the ranks' losses), that sum is divided by n on its way to the weight.
+(the objective is the mean of the ranks' losses), that sum is divided by n.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
         used = facts if (number, cells) != lines[-1] else {}  # the last line may be a footnote
         if _begins_part(cells, columns, used, entries):
             raise UserError(
-                f"{table}: line {number} (`{', '.join(filter(None, cells))}`) is no row, and may "
-                "concern some; give each part of a table a file of its own, with its facts in the "
+                f"{table}: line {number} (`{', '.join(filter(None, cells))}`) is a fact of "
+                "several rows; give each part of a table a file of its own, with its facts in the "
                 "line above the names"
             )
     runs = [parse_run(row, entries) for row in rows]
@@ -260,7 +260,7 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
 
 
 def _lacks(missing: Sequence[str], columns: Sequence[str], header: Sequence[str]) -> str:
-    """What a table lacks, and what to do about it."""
+    """The columns that a table lacks, and the remedy."""
     plural = "s" if len(missing) > 1 else ""
     words = f"the column{plural} {', '.join(missing)}; its first line names "
     words += ", ".join(columns[:8]) or "none"

@@ -1,7 +1,7 @@
 """Facts of a whole table in the lines above it: its model, device, number type, degrees, batch and
 sequence length.
 
-A title is prose. A fact counts only if it is there once, and only where no column states it. Sizes
+A title is prose. A fact counts only if the title has it once, and only where no column states it. Sizes
 in a column ("8B", "70B") are those of the family that the title names.
 """
 
@@ -39,9 +39,9 @@ def title_facts(
     facts["precision"] = " or ".join(sorted(formats - wide or wide))
     for name, pattern in spellings()["title"].items():
         matches = [*re.finditer(rf"(?i)\b(?:{pattern})", title)]
-        found = {next(filter(None, match.groups())) for match in matches}
-        if len(found) == 1 and not any(_LIST.match(title, match.end()) for match in matches):
-            facts[name] = found.pop()
+        values = {next(filter(None, match.groups())) for match in matches}
+        if len(values) == 1 and not any(_LIST.match(title, match.end()) for match in matches):
+            facts[name] = values.pop()
     sizes = {size for row in rows if (size := size_of(row))}
     if set(GPT_SIZES) <= {*names}:
         facts["arch"] = "gpt"
@@ -112,5 +112,5 @@ def _number_of(title: str, device: str) -> str:
     if own := re.match(r"(\d+)[x×]", device):
         return own[1]
     number = r"(?<!to )(?<![-–.\w])(\d[\d,]*)\s*[x×]?\s+(?:nvidia\s+|amd\s+)?"
-    found = re.findall(rf"{number}{re.escape(device)}", title, re.IGNORECASE)
-    return found[0] if len(found) == 1 else ""
+    counts = re.findall(rf"{number}{re.escape(device)}", title, re.IGNORECASE)
+    return counts[0] if len(counts) == 1 else ""

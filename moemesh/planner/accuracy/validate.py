@@ -90,8 +90,8 @@ def predict(runs: Sequence[PublishedRun], calibration: Calibration) -> list[Pred
 
 
 def allocation_of(run: PublishedRun, calibration: Calibration) -> Allocation:
-    """What the software of a run allocates. The buffer of gradients is what is sent: it holds no
-    more bytes a weight."""
+    """Constants of the memory that the software of a run allocates. Its buffer of gradients holds
+    at most the bytes a weight that are sent."""
     known = calibration.allocation(run.cluster)
     size = min(known.gradient_bytes, int(run.software.wire_gradient_bytes))
     return replace(known, gradient_bytes=size)
