@@ -17,7 +17,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command of ``sys.argv``."""
-    # A shell without job control starts a command in the background with SIGINT ignored.
+    # A shell without job control starts a background command with SIGINT ignored: that stays.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         try:  # noqa: SIM105
             signal.signal(signal.SIGINT, _interrupt)
@@ -29,7 +29,8 @@ def main() -> None:
         try:
             command()
         finally:
-            # The end of the interpreter prints every exception: Ctrl-C ends the process there.
+            # While the interpreter shuts down, a KeyboardInterrupt would be printed as a
+            # traceback; the default action of SIGINT ends the process.
             if signal.getsignal(signal.SIGINT) is _interrupt:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
     except KeyboardInterrupt:  # a second Ctrl-C, while the command handled the first

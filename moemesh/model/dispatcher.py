@@ -12,7 +12,8 @@ H hidden. Dispatchers do not inherit from one another; all pass one shared test.
 dispatch and combine start an exchange, and return a :class:`~moemesh.ops.pending.Pending` that
 waits for it. The backward of dispatch is a combine with the same plan, that of combine a dispatch.
 Rows of an expert ascend by owner (the rank of the row's token), then by token.
-Any T >= 0, any number of -1 per token and R = 0 are legal; the same collectives run in all cases.
+An entry -1 of experts [T, K] is a choice without an expert. Any T >= 0, any number of -1 per token
+and R = 0 are legal; the same collectives run in all cases.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Dispatcher(Protocol):
 class LocalRows(NamedTuple):
     """The :class:`ExpertRows` of a layer whose experts are all local. :meth:`compute` also picks
     the rows' weights and sums the rows of each token: the layer after its router is one node of
-    autograd. ``map`` is ``slots.tokens``."""
+    autograd (:func:`~moemesh.model.moe.plain_exchange`). ``map`` is ``slots.tokens``."""
 
     x_TH: Tensor
     map: RowMap
@@ -112,7 +113,7 @@ class LocalRows(NamedTuple):
 
 class LocalDispatcher(Dispatcher):
     """All experts are local: sort rows by expert, compute, sum by token. The host never waits for
-    an accelerator: pairs without an expert get padding rows at the end, neither computed nor
+    an accelerator: choices without an expert get padding rows at the end, neither computed nor
     read."""
 
     def __init__(self, num_experts: int) -> None:
@@ -147,5 +148,5 @@ def pick_own_weights(weights_TK: Tensor, slots: OwnSlots) -> Tensor:
 
 
 def pick_weights(weights_TK: Tensor, slot_R: Tensor) -> Tensor:
-    """The router's weight of each row [R], fp32, with its gradient."""
+    """The router's weight of each row [R], with autograd; `slot_R` is ``token * K + slot``."""
     return weights_TK.reshape(-1).gather(0, slot_R)

@@ -48,6 +48,7 @@ def frequencies(config: AttentionConfig, device: torch.device | str = "cpu") -> 
             )
             if config.rope_truncate:
                 first, last = math.floor(first), math.ceil(last)
+            # As in transformers, `last` is limited by the channels, not by the pairs.
             first, last = max(first, 0), min(last, size - 1)
             if first == last:
                 last += 0.001  # a ramp of length 0 would divide by zero
@@ -58,8 +59,8 @@ def frequencies(config: AttentionConfig, device: torch.device | str = "cpu") -> 
 
 class Tables(NamedTuple):
     """Tables [..., S, 1, R] for all heads: a rotated channel is ``x * cosine + partner * sine``,
-    with the other channel of its pair. So `sine` has -sin for the first channel of a pair, sin for
-    the second. Pairs are channels (i, i + F), or (2i, 2i + 1) if `interleaved`."""
+    where `partner` is the other channel of the pair. So `sine` has -sin for the first channel of a
+    pair, sin for the second. Pairs are channels (i, i + F), or (2i, 2i + 1) if `interleaved`."""
 
     cosine: Tensor
     sine: Tensor
@@ -82,9 +83,9 @@ def rotary_tables(config: AttentionConfig, positions: Tensor) -> Tables:
 
 
 def rotate(query: Tensor, key: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    """Rotate the first R channels of queries and keys [B, S, heads, D] by tables in their dtype."""
+    """Rotate the first R channels of queries and keys [B, S, heads, D]; tables have their dtype."""
     if not torch.is_grad_enabled():
-        return _rotate_both(query, key, *tables, False)
+        return _rotate(query, key, *tables, False)
     return _Rotation.apply(query, key, tables)
 
 
@@ -95,15 +96,15 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(tables.cosine, tables.sine)
         ctx.interleaved = tables.interleaved
-        return _rotate_both(query, key, *tables, False)
+        return _rotate(query, key, *tables, False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rotated = _rotate_both(*gradients, *ctx.saved_tensors, ctx.interleaved, True)
+        rotated = _rotate(*gradients, *ctx.saved_tensors, ctx.interleaved, True)
         return *rotated, None
 
 
-def _rotate_both(
+def _rotate(
     query: Tensor,
     key: Tensor,
     cosine: Tensor,
@@ -113,22 +114,22 @@ def _rotate_both(
 ) -> tuple[Tensor, Tensor]:
     options = cosine, sine, interleaved, backwards
     if query.device.type == "cpu":
-        return _rotated_on_cpu(query, *options), _rotated_on_cpu(key, *options)
+        return _rotate_on_cpu(query, *options), _rotate_on_cpu(key, *options)
     # A single position (a generated token) would be compiled separately.
     is_compiled = query.shape[0] and query.shape[1] > 1
-    function = fusion.compiled(_both_rotated) if is_compiled else _both_rotated
+    function = fusion.compiled(_rotate_query_and_key) if is_compiled else _rotate_query_and_key
     return function(query, key, *options)
 
 
-def _both_rotated(query: Tensor, key: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return _rotated(query, *options), _rotated(key, *options)
+def _rotate_query_and_key(query: Tensor, key: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return _rotate_one(query, *options), _rotate_one(key, *options)
 
 
-def _rotated_on_cpu(
+def _rotate_on_cpu(
     x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwards: bool
 ) -> Tensor:
     if not fusion.is_worth_compiling(x):
-        return _rotated(x, cosine, sine, interleaved, backwards)
+        return _rotate_one(x, cosine, sine, interleaved, backwards)
     x = x.contiguous()
     y = torch.empty_like(x)
     tables = (table.reshape(-1, table.shape[-1]) for table in (cosine, sine))
@@ -137,7 +138,9 @@ def _rotated_on_cpu(
     return y
 
 
-def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwards: bool) -> Tensor:
+def _rotate_one(
+    x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwards: bool
+) -> Tensor:
     size = cosine.shape[-1]
     rotated = x[..., :size] if size < x.shape[-1] else x
     if interleaved:

@@ -64,9 +64,10 @@ def layer_runs(sizes: Sequence[int]) -> tuple[range, ...]:
 
 
 def balanced_sizes(costs: Sequence[int], last_extra: int, num_stages: int) -> tuple[int, ...]:
-    """Layers per stage that minimise the largest sum of `costs`, the last stage's plus
-    `last_extra`; then the sum of squares, so that no stage is needlessly long. Dynamic programming
-    over (stages, layers), from the end: O(stages * layers^2)."""
+    """Layers per stage that minimise the cost of the costliest stage, the sum of its layers'
+    `costs`, to which the last stage adds `last_extra`; of equal cuts the one with the least sum of
+    squared costs, so that no stage is needlessly long. Dynamic programming over (stages, layers),
+    from the end: O(stages * layers^2)."""
     if not 1 <= num_stages <= len(costs):
         raise ValueError(
             f"{num_stages} stages need at least as many layers, there are {len(costs)}"

@@ -6,9 +6,10 @@ Legend: T tokens of this rank, H hidden, E experts of all ranks.
 |---|---|---|---|---|
 | forward | x [..., H] | y [..., H] and :class:`Auxiliary` | by dispatcher | by dispatcher |
 
-Each rank brings its own tokens, so the backward of a dispatch delivers, to each expert, the sum of
-the gradients of all n ranks of the group. With ``gradients="mean"``, the convention of DDP and FSDP
-(the objective is the mean of the ranks' losses), that sum is divided by n.
+Each rank brings its own tokens, and an expert computes those of all n ranks of the group, so the
+gradient of its weights is already the sum over these ranks. With ``gradients="mean"``, the
+convention of DDP and FSDP (the objective is the mean of the ranks' losses), that sum is divided by
+n.
 """
 
 from __future__ import annotations
@@ -289,7 +290,7 @@ class MoELayer(nn.Module):
     DDP with :func:`expert_parameters`; FSDP2 passes over them. Replicas (the first dimension of a
     DeviceMesh of two) still have to be reduced: :meth:`sync_expert_gradients` after each backward.
 
-    The scopes of the auxiliary losses: "sequence" (the last dim but one of x; the mean over this
+    The scopes of the auxiliary losses: "sequence" (of x [..., S, H]; the loss is the mean over this
     rank's sequences), "microbatch" (all tokens of this call) and "global" (those of all ranks of
     the group). The loss of a scope is the mean of `loss` over the ranks for ``gradients="mean"``,
     and the sum over the ranks for "sum", where "sequence" gives the sum over all sequences.
@@ -615,7 +616,7 @@ class MoELayer(nn.Module):
         self._connection = connection
 
     def _apply(self, fn: Any, recurse: bool = True) -> MoELayer:
-        follow()
+        follow()  # a Trainer of transformers is found when it moves its model to a device
         super()._apply(fn, recurse)
         if (bias := self.router.selection_bias) is not None:
             # An update of 1e-3 would vanish in bfloat16.

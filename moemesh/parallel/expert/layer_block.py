@@ -29,9 +29,10 @@ from moemesh.parallel.expert.spread import LayerError
 
 
 class TransformersBlock:
-    """The MoE block that a layer replaces: the `config` of its model, and `tensors`, the pieces of
-    the block's tensors that each of ours is made of. Raises LayerError for other modules and for
-    tensors that contradict the configuration, ConfigError for an unknown family."""
+    """The MoE block that a layer replaces: `config`, that of its model, and `tensors`: the name of
+    a tensor of the layer -> the pieces of the block's tensors that make it. Raises LayerError for
+    other modules and for tensors that contradict the configuration, ConfigError for an unknown
+    family."""
 
     def __init__(self, block: nn.Module) -> None:
         check_kind("block", block, nn.Module)
@@ -114,14 +115,15 @@ class TransformersBlock:
         return recorder
 
     def finish(self, layer: nn.Module, inputs: object, outputs: tuple[Tensor, Any]) -> Any:
-        """Hook of the layer's forward: converts its result to that of the block."""
+        """Hook of the layer's forward: stores its counts, converts its result to the block's."""
         y, auxiliary = outputs
         layer.counts = auxiliary.counts
         return outputs if self.returns_pair else y
 
 
 def _alone(logits_TE: Tensor) -> tuple[Tensor]:
-    """The forward of :meth:`TransformersBlock.recorder`."""
+    """The forward of :meth:`TransformersBlock.recorder`: a tuple, as that of a router, of which the
+    hooks of transformers record one entry."""
     return (logits_TE,)
 
 

@@ -6,7 +6,7 @@
 | full_state_dict | the same | tensors of E experts | all_gather | none |
 | load_state_dict | E experts, by global id | L experts of the rank | none | none |
 | sync_gradients | partial over replicas | the whole | none | all_reduce over replicas |
-| norm of a gradient | L norms | the norm of E experts | none | all_gather |
+| norm of a gradient | norm of L experts | norm of E experts | none | all_gather |
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class LayerError(UserError):
     """A layer cannot be built or called like this; names the numbers and the nearest choice."""
 
 
-#: Refusal of modules that compute the experts' weights from others, each rank from its own.
+#: Refusal of modules that compute the experts' weights from further parameters, of which each rank
+#: would have its own.
 PARAMETRIZED = (
     "parametrizations and adapters of PEFT change experts that are spread over ranks: leave its "
     "target_parameters out, or train adapters by [lora] of `moemesh train`"
@@ -68,7 +69,7 @@ class Spread(nn.Module):
 
     def mark_gradients(self) -> None:
         """Add hooks that make every accumulated gradient a :class:`SpreadGradient`. Raises
-        LayerError for parametrized experts, and in a DDP with ranks that do not take part."""
+        LayerError for parametrized experts, and inside DDP's ``join()``."""
         ddp = DistributedDataParallel._active_ddp_module
         if ddp is not None and ddp._join_config.enable:
             raise LayerError(
@@ -155,7 +156,7 @@ _OVER_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
     "any": torch.any,
 }
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
-#: Reductions that the results of the ranks do not determine.
+#: Reductions that raise, since they are not combined over ranks.
 _OF_ELEMENTS = ("std", "var", "median", "quantile", "logsumexp", "prod", "linalg_matrix_norm")
 #: Functions to which programs pass `numel` as a size.
 _SIZED = ("view", "view_as", "reshape", "reshape_as", "copy_", "narrow", "__setitem__")
@@ -178,8 +179,8 @@ class SpreadGradient(Tensor):
     ``flatten``, ``isnan``) are of this class as well. So are norms, with `ranks` None:
     `torch.stack` accepts them beside DTensors.
 
-    Raises LayerError for reductions that ranks cannot combine, and for those of a tensor that joins
-    gradients of experts with gradients that all ranks share (``torch.cat``).
+    Raises LayerError for reductions that are not combined over ranks (``std``, ...), and for those
+    of a tensor that joins gradients of experts with gradients that all ranks share (``torch.cat``).
     """
 
     ranks: Axis | None
@@ -234,15 +235,17 @@ class SpreadGradient(Tensor):
             if name in ("numel", "nelement") and not gradient.is_mixed:
                 return result * gradient.ranks.size
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
-                all_reduce_(args[1], gradient.ranks, caller="moe.scaler", phase="backward")
-                args[1].clamp_(max=1)
-            # A base would be a view of itself, without end: torch.compile follows it.
+                found_inf = args[1]
+                all_reduce_(found_inf, gradient.ranks, caller="moe.scaler", phase="backward")
+                found_inf.clamp_(max=1)
+            # `of` returns a view: a base in this class would have a base itself, and so on without
+            # end (torch.compile follows bases).
             if type(result) is not Tensor or func == Tensor._base.__get__:
                 return result
             if _is_reduction(name, result, gradient, args, kwargs):
                 return _over_ranks(name, result, gradient, args, kwargs)
-            has_kind = result.is_floating_point() or result.dtype == torch.bool
-            if has_kind and result.numel() == gradient.numel():
+            is_float_or_bool = result.is_floating_point() or result.dtype == torch.bool
+            if is_float_or_bool and result.numel() == gradient.numel():
                 return cls.of(result, gradient.ranks, gradient.is_mixed)
             return result
 
@@ -395,7 +398,7 @@ def _take_own(
                 f"{prefix}{name}: the state has {list(given.shape)}, the layer needs {expected}: "
                 "the experts of all ranks, by global id"
             )
-            state[prefix + name] = parameter.detach()
+            state[prefix + name] = parameter.detach()  # else torch reports the shape as well
             continue
         part = own_part(experts, given)
         # An assigned view would keep the experts of all ranks in memory.
