@@ -34,17 +34,17 @@ def even_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def cut_by_weight(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """Among cuts with equal inner stages and equal outer stages, the one whose heaviest stage is
-    lightest. Embedding and head count as parts of a layer by their weights. For frameworks that
-    count the tables as layers."""
+    """For frameworks that count the tables as layers: among cuts with equal inner stages and equal
+    outer stages, the one whose heaviest stage is lightest. Embedding and head each count as a
+    fraction of a layer, the ratio of their weights."""
     if num_stages < 3:
         return even_cut(shape, num_stages)
     share = shape.vocab_size * shape.hidden_size / layer_weights(shape, shape.is_moe).total
     layers = shape.num_layers
 
     def heaviest(outer: int) -> tuple[float, int]:
-        """Layers of the heaviest stage if both outer stages have `outer`. Of equal cuts the one
-        with more outer layers is less."""
+        """Layers of the heaviest stage if both outer stages have `outer`; the second number orders
+        equal cuts, more outer layers first."""
         inner = -(-(layers - 2 * outer) // (num_stages - 2))
         return max(outer + share, inner), -outer
 

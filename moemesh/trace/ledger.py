@@ -4,9 +4,9 @@ The planner predicts a `Ledger` and `moemesh.comm.transfers` records one; the tw
 the byte. The three byte columns, always for one rank:
 
 payload_bytes
-    bytes of the operation's full tensor. all_reduce, broadcast, reduce: the tensor; all_gather: the
-    gathered result; reduce_scatter: the full input; all_to_all: this rank's send buffer with its
-    own part; send_receive: the message.
+    bytes of the full tensor. all_reduce, broadcast: the tensor; all_gather: the gathered
+    result; reduce_scatter: the full input; all_to_all: this rank's send buffer with its own part;
+    send_receive: the message.
 wire_bytes
     bytes that this rank sends to *other* ranks under the algorithm stated in `moemesh.trace.wire`.
 received_bytes

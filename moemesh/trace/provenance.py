@@ -26,7 +26,7 @@ _SECTIONS = {
     "weights": "weights",
     "threads": "threads of a rank",
 }
-#: Entries that record locations and do not affect results.
+#: Entries that record names and locations, and do not affect results.
 _LOCATIONS = (
     "library.folder", "git.root", "git.branch", "git.untracked", "git.diff",
     "environment.VIRTUAL_ENV",

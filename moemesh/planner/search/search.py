@@ -4,8 +4,8 @@ Every legal layout of the :class:`Space` is enumerated in columns: its memory, b
 that price one layout, and a lower bound of its time, which ignores the effect of uneven stages on
 waiting. Layouts that fit are then priced in the order of their bounds, with simulated schedules,
 until the next bound exceeds the best price. Under the model no excluded layout is better; the
-certificate lists the rules with their counts. The one rule that is an assumption (tensor groups
-stay inside a node) is listed and can be switched off.
+certificate lists the rules with their counts, and the rules that are assumptions: that tensor
+groups stay inside a node, which can be switched off, and that a pipeline has no ZeRO-2 or ZeRO-3.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class Certificate:
     """The proof of a search. `lower_bound_seconds` is a bound for all layouts of the space that
     fit; `compute_floor_seconds` for any layout with the same operations.
 
-    `examined` layouts were priced or excluded by a bound; `rejected` counts excluded layouts by
-    reason, including legal ones that do not fit in memory; `assumptions` are unproven rules.
+    `examined` counts the legal layouts: each was priced, does not fit in memory, or was excluded by
+    its bound. `rejected`: reason -> number of excluded layouts, including legal ones that do not
+    fit; `assumptions`: unproven rules.
     """
 
     lower_bound_seconds: float
@@ -211,6 +212,7 @@ class SearchSpace:
         values |= {"seq_len": space.seq_len, "global_batch": count, "precision": space.precision}
         layout = PlannedLayout(dp=count, **values)
         row = layout_row(self.shape, layout, Software())
+        # A layout rounds its microbatches up; the fraction keeps the floor a bound.
         row = replace(row, microbatches=space.global_batch / count)
         floor = self.pricing.compute_floor(self.shape, row, layout.precision)
         assumptions = ["ZeRO-2 and ZeRO-3 are not combined with a pipeline"]
@@ -253,7 +255,7 @@ def _ascending(numbers: IntArray, values: FloatArray) -> Iterator[int]:
 
 
 #: Relative differences of step times: a tie, a near-copy, and the accepted loss of a simpler and of
-#: a safer layout. All are less than the model's error; a run out of memory loses more than any.
+#: a safer layout. All are less than the model's error; a run that ends out of memory loses more.
 TIE, COPY, NEAR, SAFER = 0.02, 0.01, 0.05, 0.10
 #: Near-copies are counted among `top` x this many layouts.
 _MOST_COMPARED = 8
@@ -358,7 +360,7 @@ def _likeness(layout: PlannedLayout) -> tuple[tuple[object, ...], tuple[object, 
 MORE_MEMORY = (4, 8, 16, 32)
 #: Largest number of faster layouts that :func:`advise` compares.
 _MOST_FASTER = 12
-#: Parts of a step that are work instead of waiting.
+#: Entries of a breakdown that are not waiting: the total, and the parts that compute.
 _WORK = ("total", "compute", "attention")
 #: Fields compared by :func:`difference`, in the order of its text.
 _COMPARED = (
@@ -386,11 +388,13 @@ def advise(search: SearchSpace, best: int, fastest: int) -> Advice:
         first = search.fitting(search.capacity + more * GIB, 1)[0]
         sensitivity.append((more * GIB, min(search.seconds(first), seconds)))
     whose = "" if best == fastest else f" of the fastest ({seconds:.3f} s)"
-    if helps := [(more, less) for more, less in sensitivity if less < seconds * 0.999]:
-        more, less = helps[0]
+    if helps := [
+        (more, less_time) for more, less_time in sensitivity if less_time < 0.999 * seconds
+    ]:
+        more, less_time = helps[0]
         binding = (
             f"memory of pipeline rank {memory.rank}{whose}: +{more // GIB} GiB a device would make "
-            f"a step {1 - less / seconds:.1%} faster"
+            f"a step {1 - less_time / seconds:.1%} faster"
         )
     else:
         parts = search.breakdown(fastest)
@@ -398,7 +402,8 @@ def advise(search: SearchSpace, best: int, fastest: int) -> Advice:
         name = max(waits, key=lambda part: waits[part])
         share = waits[name] / seconds
         binding = f"not memory: {name} takes {share:.1%} of a step besides computing"
-    # Layouts that are faster than all that fit, in the order of the memory that they lack.
+    # Layouts that are faster than all that fit, in the order of the memory that they lack. Of those
+    # with a lower bound, at most 50 are priced for each one to compare.
     too_large = np.flatnonzero((search.bounds < seconds) & (search.needed > search.capacity))
     nearest = islice(_ascending(too_large, search.needed), 50 * _MOST_FASTER)
     faster = (index for index in nearest if search.seconds(index) < seconds)
