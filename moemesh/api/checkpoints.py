@@ -192,7 +192,7 @@ class _ProgramState:
         def name_parameters(_: str, node: Any) -> None:
             if isinstance(node, (nn.Module, ParallelModel)):
                 parts = dict(node.state_dict())
-                # A tied parameter of a module has several names, and is listed with each.
+                # Of the names of a tied parameter in a module, the last one names its state.
                 keywords = {} if isinstance(node, ParallelModel) else {"remove_duplicate": False}
                 for name, parameter in node.named_parameters(**keywords):
                     part = store.shard_of(name, parts.get(name, parameter))

@@ -148,7 +148,8 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
 
     - of those that count, the newest `keep`, and the one with the lowest validation loss;
     - of those that do not verify, all that are newer than the oldest of the newest `keep`;
-    - of those with infinities or NaN the newest, for inspection; `keep` of them if none counts;
+    - of those with infinities or NaN that are newer than that one, too, the newest, for inspection;
+      `keep` of them if none counts;
     - in quarantine, those that are newer than the newest one that counts.
     """
     if keep < 1:
@@ -232,8 +233,9 @@ class DiskError(UserError):
 
 
 class DiskNeed(NamedTuple):
-    """Bytes of one checkpoint; `most`: of the most that a run has at a time (kept ones, the best
-    one and one being written); `present`: of those that exist now; `free`: of free space."""
+    """Sizes in bytes. `checkpoint`: one checkpoint; `most`: the largest number that a run has at a
+    time (kept ones, the best one and one being written); `present`: those that exist now; `free`:
+    free space."""
 
     checkpoint: int
     most: int

@@ -145,12 +145,11 @@ class HubTensors:
             # `inner`: name in the model -> stored name. `prefix` is that of the base model in the
             # folder; other tensors, such as the head, have only the part `outer` of it.
             outer = prefix[: -len(prefix.split(".")[-2]) - 1] if prefix else ""
-            inner = {
-                base + name.removeprefix(prefix)
-                if prefix and name.startswith(prefix)
-                else name.removeprefix(outer): name
-                for name in stored
-            }
+            inner = dict[str, str]()
+            for name in stored:
+                in_base = prefix and name.startswith(prefix)
+                target = base + name.removeprefix(prefix) if in_base else name.removeprefix(outer)
+                inner[target] = name
             candidates.append(_grouped(model, stored, inner))
             if not candidates[-1].problems:
                 break
@@ -194,8 +193,8 @@ class HubTensors:
         return lost
 
     def trained_names(self, trains: Callable[[str], bool]) -> frozenset[str]:
-        """The stored tensors with a number of any parameter for which `trains` returns True; its
-        argument is the name in checkpoints, in which every expert has a name."""
+        """The stored tensors that hold an element of a parameter for which `trains` returns True.
+        Its argument is a name in our checkpoints, where every expert of a stack has its own."""
 
         def holds(name: str, rows: slice) -> bool:
             if name not in self.stacks:
@@ -277,8 +276,9 @@ def _grouped(
             }
             shapes = {name: tuple(converted[pattern].shape) for name, pattern in expanded.items()}
             outputs = {aliases.get(name, name): pattern for name, pattern in expanded.items()}
-            is_by_row = outputs.keys() <= stacks
-            is_by_row &= all(map(_keeps_rows, converter.operations[merges:]))
+            # A merge, the first operation, makes each row of one stored tensor.
+            rest = converter.operations[1:] if merges else converter.operations
+            is_by_row = outputs.keys() <= stacks and all(map(_keeps_rows, rest))
             group = replace(group, outputs=outputs, merges=merges, is_by_row=is_by_row)
         else:
             # A tied table is trained and held under its first name.
