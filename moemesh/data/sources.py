@@ -22,10 +22,10 @@ from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.data.tokenizing import Log, cached_tokens
 
-#: Most bytes of files that every process tokenizes separately: with the tokenizer "bytes"; with any
-#: other. Larger texts are tokenized once, into the token cache.
+#: Largest texts in bytes that every process tokenizes for itself, with the tokenizer "bytes" and
+#: with any other. Larger texts are tokenized once, into the token cache.
 SMALL_BYTES, SMALL = 64 << 20, 1 << 20
-#: Ratio of the tokenized to the stored size that is assumed for a compressed file.
+#: Assumed ratio of the uncompressed to the stored size of a compressed file.
 EXPANSION = 4
 
 
@@ -78,8 +78,9 @@ def open_samples(
 
 
 def with_vocabulary(resolved: Resolved) -> Resolved:
-    """`resolved` with the vocabulary size of ``data.tokenizer``, unless model.vocab_size is set by
-    the user. An unreadable tokenizer is reported later, with the data."""
+    """`resolved` with the vocabulary size of ``data.tokenizer``, unless that is "bytes", or another
+    one is set by the user or ``model.path``. An unreadable tokenizer is reported later, with the
+    data."""
     config, key = resolved.config, "model.vocab_size"
     is_given = not resolved.origins[key].startswith(("preset ", "default"))
     if is_given or config.model_path is not None or config.data.tokenizer == "bytes":
@@ -175,8 +176,8 @@ def _check_source(source: DataSource, vocab_size: int, reader: Tokenizer | None)
 
 
 def is_small(data: DataConfig) -> bool:
-    """Whether all sources of a run that :func:`check` accepts are read in about a second: token
-    files, and texts that every process tokenizes for itself."""
+    """Whether all sources of a run that :func:`check` accepts can be opened in about a second. That
+    tokenizes texts, and reads those token files that have no sidecar or have a loss mask."""
     reader = Tokenizer.open(data.tokenizer)
     validation = () if data.validation is None else (validation_source(data),)
     size = 0

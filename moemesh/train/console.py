@@ -27,7 +27,7 @@ from moemesh.trace.run import MetricsRow
 from moemesh.trace.step_seconds import duration
 from moemesh.train.records.run_folder import Events
 
-#: Seconds after a line when the next one is due, if fewer steps than below were taken since.
+#: Seconds after a line when the next one is due at the latest.
 LINE_SECONDS = 60.0
 #: Steps after a line when the next one is due: the smaller of a number and a share of all steps.
 LINE_STEPS, LINE_SHARE = 50, 0.25
@@ -115,7 +115,7 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
 
 
 class Console:
-    """Prints for one rank; a silent one prints nothing, so that callers need not check the rank.
+    """Prints for one rank; a silent one prints only warnings, so callers need not check the rank.
 
     A lost console (a closed pipe, a full disk) stops no run: after the first failure nothing more
     is printed, which ``events.jsonl`` records.

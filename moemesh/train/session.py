@@ -109,7 +109,8 @@ class Session:
         if (checkpoint := self._restore()) is not None:
             self.done = self.saved = checkpoint.step
             position = int(checkpoint.state["position"])
-        #: Entry of a checkpoint's state: fingerprint of the packed base, which it does not hold.
+        #: Entry of a checkpoint's state: fingerprint of the packed base, whose weights a checkpoint
+        #: does not hold; empty without one.
         self._base: dict[str, str] = {}
         if config.lora.is_packed:
             from moemesh.train.weights.conversion import load_base
@@ -117,7 +118,7 @@ class Session:
             state = None if checkpoint is None else checkpoint.state
             self._base = {"base": load_base(config, parallel, state)}
         if checkpoint is None and (config.model_path is not None or config.lora.path is not None):
-            # Late: most runs start from random weights or a checkpoint.
+            # A late import: most runs start from random weights or a checkpoint.
             from moemesh.train.weights.conversion import keep_source, open_adapters, open_weights
 
             if config.model_path is not None:
@@ -127,8 +128,8 @@ class Session:
                     keep_source(weights, folder)
             if (adapters := open_adapters(config)) is not None:
                 saving.load_weights(adapters, parallel, optimizer)
-        #: (step, position in the data order after that step). The position stays when a run returns
-        #: to an earlier step.
+        #: (step, position in the data order after that step). A return to an earlier step sets the
+        #: step back, but not the position: no sample is read twice.
         self._cursor = self.done, position
         self.checkpoints = Checkpoints(folder, parallel, optimizer, train, console)
         self.checksums = ReplicaChecksums(parallel, optimizer, train, console.log)
@@ -168,7 +169,8 @@ class Session:
 
         def decide(boundary: StepBoundary) -> None:
             boundary.stopping = steps.is_stopping() or boundary.number == self.stop.after
-            # While steps are skipped, a checkpoint would only replace an older one.
+            # Not while steps are skipped: the weights may be the cause, and their checkpoint would
+            # replace an older one.
             is_due = boundary.is_due(self.config.train.checkpoint_every)
             is_due = is_due or self.early_stop.improved_at(boundary.number)
             wanted = is_due and (boundary.is_last or not self.nan_policy.skipped)
@@ -235,7 +237,7 @@ class Session:
         return batches
 
     def num_read(self, step: int) -> int:
-        """The samples read by the steps up to `step`, including skipped ones."""
+        """Number of samples read by the steps up to `step`, with those that a return skipped."""
         at, position = self._cursor
         return position + (step - at) * self.config.data.global_batch
 
@@ -273,7 +275,8 @@ class Session:
             self.nan_policy.returned(reason, None, range(0))  # raises Diverged
         assert checkpoint is not None
         skipped = range(self.num_read(checkpoint.step), self.num_read(step))
-        self._cursor, self.last = (checkpoint.step, skipped.stop), self.config.train.steps
+        self._cursor = checkpoint.step, skipped.stop
+        self.last = self.config.train.steps  # an early stop after that checkpoint is void
         self.nan_policy.returned(reason, checkpoint.step, skipped)
         self.artifacts.go_back(checkpoint.step)
         if self.mesh.rank == 0:

@@ -93,6 +93,7 @@ def score_table(
             "sha256": digest.hexdigest(),
         },
         "experts": {str(layer): list(ids) for layer, ids in chosen.items()},
+        # Keys of the published tables: only experts of the table train.
         "shared_experts": False,
         "non_expert_modules": False,
         "scores": {str(layer): row for layer, row in rows.items()},

@@ -71,6 +71,7 @@ def measure_rates(config: RunConfig, mesh: Mesh) -> dict[str, float]:
                     for tensor in (torch.zeros(_SMALL), torch.zeros(_LARGE))
                 )
                 sent = 2 * 4 * _LARGE * (axis.size - 1) / axis.size  # bytes of a rank in a ring
+                # The large sum without its latency; noise could make the difference 0 or less.
                 measured[ranks] = small, sent / max(large - small, large / 10)
             rates[latency(name)], rates[bandwidth(name)] = measured[ranks]
     return rates
@@ -96,7 +97,7 @@ def small_run(config: RunConfig) -> RunConfig:
         )
     rank_tokens = plan.tokens_per_rank(data.seq_len, data.global_batch)
     tokens = min(rank_tokens, _MOST_TOKENS)
-    # Fewer tokens have fewer experts, so that the rows of an expert are those of the run.
+    # Fewer experts for fewer tokens: the number of rows of an expert is that of the run.
     experts = -(-model.num_experts * tokens // (plan.ep * rank_tokens))
     small = {
         "num_layers": min(model.num_dense_layers, 1) + min(model.num_moe_layers, 1),
