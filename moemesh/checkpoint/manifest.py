@@ -27,7 +27,7 @@ FORMAT = 3
 READABLE = (1, 2, 3)
 #: Largest manifest that is parsed, in bytes (about 2 million slices).
 MANIFEST_LIMIT = 256 << 20
-#: Most elements of a tensor: byte offsets then fit int64.
+#: Most elements of a tensor: the byte offset of every element then fits int64.
 MAX_ELEMENTS = 1 << 60
 
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_ELEMENTS)]

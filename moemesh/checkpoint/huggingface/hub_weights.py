@@ -2,8 +2,8 @@
 
 transformers' conversion of names and tensors is the only record of which stored tensors make a
 parameter. It is applied to names and shapes first, so that a folder is checked before a number is
-read. Then it is applied to the numbers of one parameter at a time, or of one expert of a stack. So
-a rank reads only what it holds, and has at most one more tensor in memory.
+read. Then it is applied to numbers: to one expert of a stack at a time if the conversion keeps
+experts apart, so that a rank reads only its own; else to all stored tensors of a parameter.
 """
 
 from __future__ import annotations

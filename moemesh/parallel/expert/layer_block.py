@@ -122,8 +122,8 @@ class TransformersBlock:
 
 
 def _alone(logits_TE: Tensor) -> tuple[Tensor]:
-    """The forward of :meth:`TransformersBlock.recorder`: a tuple, as that of a router, of which the
-    hooks of transformers record one entry."""
+    """The forward of :meth:`TransformersBlock.recorder`: a tuple that begins with the logits, like
+    that of a router."""
     return (logits_TE,)
 
 
