@@ -1,8 +1,8 @@
 """Facts of a whole table in the lines above it: its model, device, number type, degrees, batch and
 sequence length.
 
-A title is prose. A fact counts only if the title has it once, and only where no column states it. Sizes
-in a column ("8B", "70B") are those of the family that the title names.
+A title is prose. A fact counts only if the title has it once, and only where no column states it.
+Sizes in a column ("8B", "70B") are those of the family that the title names.
 """
 
 from __future__ import annotations
