@@ -215,9 +215,11 @@ class SearchSpace:
         # A layout rounds its microbatches up; the fraction keeps the floor a bound.
         row = replace(row, microbatches=space.global_batch / count)
         floor = self.pricing.compute_floor(self.shape, row, layout.precision)
-        assumptions = ["ZeRO-2 and ZeRO-3 are not combined with a pipeline"]
+        assumptions: list[str] = []
         if space.tensor_inside_node:
-            assumptions.insert(0, "tensor and expert-tensor groups stay inside a node")
+            assumptions.append("tensor and expert-tensor groups stay inside a node")
+        if not space.sharded_pipelines:
+            assumptions.append("ZeRO-2 and ZeRO-3 are not combined with a pipeline")
         return Certificate(
             lower_bound_seconds=best,
             compute_floor_seconds=floor,
