@@ -30,7 +30,8 @@ CHARACTERS, SHARE = 1 << 24, 64
 PART = 16
 #: Most bits of a whole number that a template computes.
 MAX_BITS = 1 << 16
-#: Pattern of a width or a precision, in a format, that has five digits or more or is an argument.
+#: Patterns of a width or a precision that has five digits or more or is an argument: in a format
+#: with %, and in the part of a format in braces after its colon.
 _WIDE = re.compile(r"%[-#0 +.\d()\w]*?(?:\d{5}|\*)")
 _WIDE_FIELD = re.compile(r"\d{5}|\{")
 #: Filters whose result is not larger than their input: they are not charged.
@@ -99,7 +100,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             bits = left.bit_length()
             bits = bits + right.bit_length() if operator == "*" else bits * max(right, 0)
             if bits > MAX_BITS:
-                raise TemplateLimitError(f"it computes a count of more than {MAX_BITS:,} bits")
+                raise TemplateLimitError(f"it computes a number of more than {MAX_BITS:,} bits")
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -114,14 +115,15 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             elif name in ("format", "format_map"):
                 amount = self._formatted(str(owner), (*args, *kwargs.values()))
             else:
-                amount = 0 if isinstance(owner, int) else len(owner)
+                length = 0 if isinstance(owner, int) else len(owner)
                 given = sum(map(self._extent, (*args, *kwargs.values())))
-                amount = (amount + 1) * given if name in _MULTIPLYING else amount + given
+                amount = (length + 1) * given if name in _MULTIPLYING else length + given
         self.charge(amount)
         return super().call(context, function, *args, **kwargs)
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
         """Make `function` a filter that is charged before it runs."""
+        # jinja passes such a function its context or environment before the value.
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)
@@ -233,7 +235,7 @@ class _ChargingGenerator(CodeGenerator):
             super().visit_Add(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        if node.test is not None:
+        if node.test is not None:  # a loop's filter, which also runs for items that it drops
             node.test = nodes.And(_charge(0), node.test)
         node.body.insert(0, nodes.ExprStmt(_charge(_literal(node.body))))
         super().visit_For(node, frame)
