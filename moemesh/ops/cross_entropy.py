@@ -31,14 +31,14 @@ def cross_entropy_reference(x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) 
 
 @fused
 def _with_chunk(
-    logits_TC: Tensor, lse_T: Tensor, target_T: Tensor, column_T: Tensor, in_chunk_T: Tensor
+    logits_TC: Tensor, lse_T: Tensor, logit_T: Tensor, column_T: Tensor, in_chunk_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and target logit over the chunks up to this one. The target of a token is in
     column `column_T` of the chunk if `in_chunk_T`."""
     logits_TC = logits_TC.to(lse_T.dtype)
     picked_T = logits_TC.gather(1, column_T[:, None]).squeeze(1)
     lse_T = torch.logaddexp(lse_T, torch.logsumexp(logits_TC, dim=1))
-    return lse_T, target_T + torch.where(in_chunk_T, picked_T, 0.0)
+    return lse_T, logit_T + torch.where(in_chunk_T, picked_T, 0.0)
 
 
 @fused
@@ -70,17 +70,19 @@ class _CrossEntropy(torch.autograd.Function):
         accumulate = torch.float64 if x_TH.dtype == torch.float64 else torch.float32
         num_tokens = x_TH.shape[0]
         lse_T = x_TH.new_full((num_tokens,), -torch.inf, dtype=accumulate)
-        target_T = x_TH.new_zeros((num_tokens,), dtype=accumulate)
+        logit_T = x_TH.new_zeros((num_tokens,), dtype=accumulate)
         for start in range(0, weight_VH.shape[0], chunk):
             weight_CH = weight_VH[start : start + chunk]
             columns = _columns(targets_T - first_row - start, weight_CH.shape[0])
+            # `Held` makes a measurement of memory count the chunk.
             logits_TC = Held(x_TH @ weight_CH.t(), LOGITS)
-            lse_T, target_T = _with_chunk(logits_TC.tensor, lse_T, target_T, *columns)
+            lse_T, logit_T = _with_chunk(logits_TC.tensor, lse_T, logit_T, *columns)
             del logits_TC  # before the next chunk's exist
-        lse_T, target_T = combine(lse_T, target_T)
+        lse_T, logit_T = combine(lse_T, logit_T)
         ctx.save_for_backward(x_TH, weight_VH, targets_T, lse_T)
-        ctx.first_row, ctx.chunk, ctx.leaf = first_row, chunk, weight_VH
-        return lse_T - target_T
+        ctx.first_row, ctx.chunk = first_row, chunk
+        ctx.leaf = weight_VH  # a deferred gradient is added to the leaf itself
+        return lse_T - logit_T
 
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,7 +133,7 @@ def cross_entropy(
     targets_T: Tensor,
     *,
     first_row: int = 0,
-    combine: Combine = lambda lse_T, target_T: (lse_T, target_T),
+    combine: Combine = lambda lse_T, logit_T: (lse_T, logit_T),
     chunk: int = LOSS_ROWS,
 ) -> Tensor:
     """Negative log-likelihood per token [T] in nats, fp32 (fp64 for fp64 input).

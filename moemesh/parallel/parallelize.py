@@ -1,4 +1,4 @@
-"""Build the model of one rank from model, plan and mesh: the only file with all three, in order:
+"""Build the model of one rank. Only this file combines model, plan and mesh, in this order:
 
 1. the schedule, and the parts of the model that this rank's stages run (pipeline parallelism)
 2. token shards, keys of other positions, block boundaries (sequence, context and tensor
@@ -53,7 +53,7 @@ from moemesh.sharding.parameters import (
 
 # Chosen experts: in a layer where only some experts train, the others are stacks of their own.
 #
-# Legend: E experts of a layer, P ranks of ep.
+# Legend: E experts of a layer.
 #
 # Every rank of ep puts its chosen experts first, in ``experts.gate_up`` and so on, the others after
 # them in ``experts.rest``. The number of chosen experts may differ between ranks, and be 0.
@@ -70,6 +70,7 @@ def split_experts(model: Transformer, plan: Plan, tuning: Tuning, mesh: Mesh) ->
             continue
         shares = places(chosen, model.config.num_experts, plan.ep)
         order = [expert for trained, rest in shares for expert in (*trained, *rest)]
+        # The inverse: logical id -> place.
         moe.place_E = torch.argsort(torch.tensor(order, device=mesh.device))
         trained, rest = shares[mesh["ep"].index]
         first = min((*trained, *rest))  # the lowest id on this rank: `split` counts from there
@@ -82,7 +83,7 @@ class RankModel:
 
     `model` has the stages of this rank, `placements` the parameters of all ranks. `pipeline` runs
     its schedule. `notes`: lines on decisions, for the log. `has_replicas`: whether experts of any
-    rank have replicas. `homes`: ranks of migrated experts. `tuning`: the trained parameters.
+    rank have replicas. `homes`: the places of migrated experts. `tuning`: the trained parameters.
     """
 
     model: Transformer
@@ -94,7 +95,7 @@ class RankModel:
     has_replicas: bool = False
     homes: Homes = field(default_factory=dict)
     tuning: Tuning = FULL
-    #: Homes of experts, and the addends to the gradient norm with these homes.
+    #: Items of `homes` -> addends to the gradient norm with these homes; one entry at most.
     _addends: dict[tuple[tuple[int, tuple[int, ...]], ...], Addends] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -105,7 +106,7 @@ class RankModel:
         return {name: held for name, held in self.placements.items() if held.trains}
 
     def norm_addends(self) -> Addends:
-        """Squares that this rank adds to the gradient norm; recomputed after experts have moved."""
+        """Gradients whose squares this rank adds to the norm; others after experts have moved."""
         homes = tuple(self.homes.items())
         if homes not in self._addends:
             self._addends.clear()
@@ -114,7 +115,7 @@ class RankModel:
 
     def close(self) -> None:
         """Free what a dispatcher holds outside of torch; all ranks call it, at the end."""
-        # All layers share one dispatcher.
+        # All layers share one dispatcher, except with replicas, whose dispatchers hold nothing.
         for moe in list(self.model.moe_layers().values())[:1]:
             moe.dispatcher.close()
 

@@ -169,11 +169,11 @@ class ShardedVocabulary(Vocabulary):
         return collectives.reduce_scatter(partial_TH, self.axis, sizes, caller="embedding")
 
     def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
-        def combine(lse_T: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
+        def combine(lse_T: Tensor, logit_T: Tensor) -> tuple[Tensor, Tensor]:
             """Log-sum-exp [T] over all shards, and logits of targets, each from its one shard."""
             highest_T = lse_T.clone()
             all_reduce_(highest_T, self.axis, op="max", caller="head.loss", phase="forward")
-            sums_2T = torch.stack([torch.exp(lse_T - highest_T), target_T])
+            sums_2T = torch.stack([torch.exp(lse_T - highest_T), logit_T])
             all_reduce_(sums_2T, self.axis, caller="head.loss", phase="forward")
             return highest_T + sums_2T[0].log(), sums_2T[1]
 

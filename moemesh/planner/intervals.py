@@ -14,9 +14,10 @@ both by fewer. Most memory labels record only whether a run fitted. The share of
 runs that need at most e^x times the prediction is then the isotonic regression of "it ran" on
 x = log(memory / predicted).
 
-Memory has a second, narrower width for stacks whose allocation is calibrated. A cluster with own
-runs has the quantile of their leave-one-out errors and of two errors of the size of the published
-width: with four runs the interval is nearly the published one, with fifty it is the cluster's own.
+Memory has a second, narrower width for software stacks whose allocation is calibrated. A cluster
+with own runs has the quantile of their leave-one-out errors and of two errors of the size of the
+published width: with four runs the interval is nearly the published one, with fifty it is the
+cluster's own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pydantic import TypeAdapter
 from moemesh.config.sources import read_preset_table
 
 LEVEL = 0.8
-#: Number of sources from which on a device generation counts as well measured.
+#: Least number of sources that have measured a device generation that counts as well measured.
 ENOUGH_SOURCES = 3
 
 

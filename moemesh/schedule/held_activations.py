@@ -13,8 +13,8 @@ from typing import NamedTuple
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.costs import exact_list
 
-#: A number for a microbatch on one rank's whole share of layers (a chunk holds 1/v), or a list
-#: with the amount on each stage. A slice holds 1/num_slices of either.
+#: A number for a microbatch on all v stages of a rank (each holds 1/v of it), or a list with the
+#: amount on each stage. A slice holds 1/num_slices of either.
 Amount = float | Sequence[float]
 
 #: Relative rounding error: a sum of fractions may exceed its cap by this share.
@@ -72,8 +72,9 @@ def peak_memory(
 def amounts(
     schedule: Schedule, activation: Amount = 1, weight_memory: Amount = 1
 ) -> tuple[list[float], list[float], float]:
-    """M_a and M_w of every stage in pieces, and how many pieces make the unit of M_a. Pieces keep
-    the sums exact: a chunk of a rank's share is one piece, not 1/v."""
+    """M_a and M_w of every stage, and the divisor of their sums that gives the unit of M_a. Without
+    lists the undivided numbers are used for one slice of one stage, and the divisor is stages of a
+    rank times slices: sums of integers are exact. With a list it is the slices alone."""
     whole, kept = (
         exact_list(amount, name, schedule.num_stages, "amounts", "stages")
         for name, amount in (("activation", activation), ("weight_memory", weight_memory))

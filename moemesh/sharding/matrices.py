@@ -94,14 +94,14 @@ def exchanges(parts_by_rank: Sequence[Sequence[Part]]) -> dict[str, MatrixExchan
             sorted({rank for ranks in ranks_of.values() for rank in ranks}), key=work.__getitem__
         )
         work[owner] += _work(ranks_of)
-        unit = by_unit.setdefault(unit_of(name), MatrixExchange())
-        unit.owners[name] = owner
+        exchange = by_unit.setdefault(unit_of(name), MatrixExchange())
+        exchange.owners[name] = owner
         for part, ranks in sorted(ranks_of.items()):
             if owner not in ranks:
-                unit.there.setdefault((ranks[0], owner), []).append(part)
+                exchange.there.setdefault((ranks[0], owner), []).append(part)
             for rank in ranks:
                 if rank != owner:
-                    unit.back.setdefault((owner, rank), []).append(part)
+                    exchange.back.setdefault((owner, rank), []).append(part)
     return dict(sorted(by_unit.items()))
 
 

@@ -27,7 +27,7 @@ from moemesh.sharding.parameters import tensors
 
 def merged(weights: Read, model: ModelConfig) -> Read:
     """Weights of `model` with its adapters merged: W + scaling B A, computed in fp32 or wider."""
-    # A weight of transformers' code.
+    # A model of transformers' code: the factors of a weight are read in full.
     if model.architecture is not None:
         lora, known = model.lora, {record.name: record for record in model.architecture.parameters}
 
@@ -48,7 +48,7 @@ def merged(weights: Read, model: ModelConfig) -> Read:
 
         return read
 
-    # A weight of our own model: only the factors of the box are read.
+    # Our own model: only the parts of the factors that the box needs are read.
     lora, known = model.lora, {tensor.name: tensor for tensor in tensors(model, Plan())}
 
     def read(name: str, box: Sequence[range]) -> Tensor:
@@ -99,7 +99,9 @@ def delta_of(
         product = b.flatten(int(record.is_expert), -2) @ a
         products.append(product.view(*b.shape[:-1], -1))
     zeros = torch.zeros_like(next(product for product in products if product is not None))
+    # Only stacks of experts [E, parts, ...] have several parts: gate and up.
     whole = torch.cat([zeros if product is None else product for product in products], 1)
+    # The piece is used for its layout alone: it needs no name.
     return table_piece(record.module, ["", record.layout], tuple(whole.shape)).store(whole)
 
 

@@ -37,7 +37,8 @@ Slices = Callable[[str, tuple[int, ...]], Sequence[range] | None]
 class Blueprint(NamedTuple):
     """The class and the configuration of a model. `notes`: a sentence for each change of the
     configuration; `around`: the larger model whose text part this is; `is_own`: whether
-    ``AutoModelForCausalLM`` makes a model of the same class from the folder."""
+    ``AutoModelForCausalLM`` makes a model of the same class from the larger model's folder (True
+    without a larger model)."""
 
     kind: type[PreTrainedModel]
     config: PretrainedConfig
@@ -160,6 +161,7 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
             if is_dropout and value is None:  # legal in some classes, but no forward takes it
                 setattr(part, key, 0.0)
             elif (is_dropout or "jitter" in key) and isinstance(value, (int, float)) and value:
+                # Routers keep the size of their jitter: `set_mode` turns it off in training only.
                 setattr(part, key, 0.0 if is_dropout else value)
                 notes.append(off_note(key, value))
         if size := getattr(part, "z_loss_coefficient", 0):

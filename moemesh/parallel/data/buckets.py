@@ -12,8 +12,8 @@
 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.)
 Parameters that do not train have neither gradients nor sums: their buckets hold weights only, which
 are sharded and gathered under zero3. Gradients accumulate in fp32 (float64 for float64 weights).
-Sums over ranks are plain sums, added in rank order; under ``combine = exact`` those of experts in a
-tree.
+Sums over ranks are not divided by the number of ranks; under ``combine = exact`` those of experts
+are added in a tree.
 """
 
 from __future__ import annotations
@@ -187,13 +187,15 @@ class ReplicatedBucket:
         self.filled.update(self.views)
 
     def prepare(self) -> None:
-        """Allocate memory for the sums over ranks, besides pending gradients."""
+        """Wait for the previous sum and allocate the vector that :meth:`launch` sends, so that the
+        caller can count its bytes before the launch."""
 
     def launch(self) -> None:
         """Start the sums over ranks."""
         self.zero_missing()
         if self.in_tree:
-            # The sum over replicas continues the tree in which experts summed their owners' parts.
+            # An expert has added its gradient in a tree over the ranks whose tokens it computed;
+            # the sum over its copies continues this tree.
             all_reduce_in_tree_(self.total, self.axis, **_SUMS)
             return
         work = all_reduce_(self.total, self.axis, **_SUMS, async_op=True)
@@ -474,8 +476,8 @@ class GatheredWeights(WeightGate):
     Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023: a unit is
     gathered before its forward, freed after it, and gathered a second time for its backward; the
     next unit in either direction is in flight meanwhile. A backward reaches the units through
-    identities in the autograd graph, on the residual stream before and after every unit. An
-    embedding's backward reads no weights: it is gathered for forwards only.
+    identities in the autograd graph, on the residual stream before and after every unit. The
+    backward of an embedding table reads no weights: it is gathered for forwards only.
 
     | plan.reshard | gathers of a step, M microbatches | held at once |
     |---|---|---|
@@ -529,7 +531,8 @@ class GatheredWeights(WeightGate):
         self._free(unit, keep=self._keeps and torch.is_grad_enabled())
         if not read_in_backward or not torch.is_grad_enabled():
             return x
-        # No node of the graph follows the backward of an embedding: its next use frees it.
+        # Modules of transformers before the layers may need their weights in the backward. No node
+        # of the graph follows that backward: their next use frees them.
         is_use = unit != "embedding"
         return in_backward(x, lambda: self._gather(unit, "backward", is_use=is_use))
 

@@ -114,6 +114,7 @@ class HeldMemory:
             #: Whether the recomputed tensors of the layer are allocated.
             is_rebuilt = kept_input is not None
             for saved in reversed(layer.saved):
+                # The backward of a layer that is recomputed as a whole does not pause.
                 pauses = saved.pauses and kept_input is None
                 if pauses:
                     yield
@@ -125,7 +126,8 @@ class HeldMemory:
                             self._add(other.kind, other.size)
                 if kind == "I":
                     self._add(DEFERRED, saved.gradient)
-                # Backwards of earlier layers still read a shared storage.
+                # Backwards of earlier layers still read a shared storage, unless each layer has
+                # recomputed its own.
                 is_read_later = saved.is_shared and index > first[saved.kind]
                 if kept_input is not None or saved.is_recomputed or not is_read_later:
                     self._add(saved.kind, (saved.held if kind == "I" else 0.0) - saved.size)

@@ -42,9 +42,10 @@ from moemesh.trace.memory_profile import (
 
 # Model states: weights to snapshots.
 #
-# Every parameter's local shard times its bytes, or the part that the rank owns of a state that
-# `plan.data` shards (:data:`moemesh.config.plan.SHARDED_STATES`); snapshots are sharded like the
-# optimizer. Sharded weights are gathered unit by unit. Frozen parameters have weights only.
+# A rank keeps a state for every number of its local shard of a parameter, or only for the numbers
+# that it owns, if `plan.data` shards this state (:data:`moemesh.config.plan.SHARDED_STATES`).
+# Snapshots are sharded like the optimizer. Sharded weights are gathered unit by unit. Frozen
+# parameters have weights only.
 #
 # | state | bytes a number |
 # |---|---|
@@ -52,13 +53,13 @@ from moemesh.trace.memory_profile import (
 # | gradients | 4; 8 in float64 |
 # | masters | 4 if a weight has 2 bytes, else the weight is its own master |
 # | optimizer states | tensors as wide as a gradient: two of AdamW, one or none of SGD |
-# | weight versions | stream: older versions that its update rule keeps, with biases |
+# | weight versions | asynchronous schedule: older versions that it keeps, with biases |
 # | host | plan.offload: masters of all weights, optimizer states, gradients; else none |
 # | snapshots | if the norm is validated after the update: masters, moments, biases |
 #
-# With plan.offload the device has no masters and no optimizer states. Versions are counted for a
-# stream long enough to need them. A rank takes a snapshot when it updates before the whole norm is
-# known: not in the first steps of a run, nor if every step is clipped.
+# With plan.offload the device has no masters and no optimizer states. A run that is too short has
+# fewer weight versions than are counted. A rank takes a snapshot when it updates before the whole
+# norm is known: not in the first steps of a run, nor if every step is clipped.
 
 
 #: Bytes of one number of a router's selection bias, in any run.
@@ -101,14 +102,16 @@ def predict_states(
         biases = _BIAS * model.num_experts * sum(map(model.is_moe_layer, layers))
     versions = 1
     if schedule.update is not None:
-        # A stream keeps older versions of the weights.
+        # An asynchronous schedule keeps older versions of the weights.
         step = PipelineStep(plan.schedule, schedule.num_ranks, plan.microbatches)
         versions = weight_copies(step, pp_rank)
     # The host holds a master of every weight, and its gradient.
     is_offloaded = plan.offload == "optimizer"
     #: Whether an update may be undone from a snapshot.
     is_undone = plan.optimizer_validation == "after" and schedule.update is None
-    gathered = gathered_units(placement, rank, element)[1] if "weights" in sharded else 0
+    gathered = 0
+    if "weights" in sharded:
+        _, gathered = gathered_units(placement, rank, element)
     return MemoryProfile(
         rank=rank,
         gathered_weights=gathered,
@@ -133,13 +136,14 @@ _INT64, _FLOAT64 = 8, 8
 
 
 class LayerMemory(RankStep):
-    """Layers of one rank's stages for each forward: one `Saved` for each kept tensor.
+    """Tensors that the layers of one rank's stages keep for a forward, each as a `Saved`.
 
     Each storage is counted once, by the first operation that keeps it. A rank has `whole` tokens of
     a microbatch's sequences and, between tensor-parallel blocks, `local` of them (1/tp). Numbers
-    have w bytes, W = max(w, 4) in norms, routers and sums. On a CPU a norm of few numbers, or of a
-    view, consists of several operations, which keep copies; CUDA's fused norm keeps only its input
-    and the inverse root. The positions inside a dispatch plan are not counted.
+    have `w` bytes, and `wide` = max(w, 4) in norms, routers and sums. On a CPU a norm of few
+    numbers, or of a view, consists of several operations, which keep copies; CUDA's fused norm
+    keeps only its input and the inverse root. Of the positions of a dispatch only those that
+    autograd saves are counted, without those in the dispatcher's plan.
     """
 
     def __post_init__(self) -> None:
@@ -189,8 +193,9 @@ class LayerMemory(RankStep):
         if has_backward("head"):
             parts.append(head)
         for layer in (index for index in layers if index >= self.model.num_layers):
-            # Token ids, two norms, and both halves of the projection's input. The norm of the
-            # stream has the same input as the head's norm, which was counted.
+            # An extra prediction layer: token ids, two norms, and both halves of the projection's
+            # input. The norm of the stream has the same input as the head's norm, which was
+            # counted.
             duplicate = Saved("norms", -stream * (self.w == self.wide))
             halves = Saved("head", 2 * stream, held=2 * stream, gradient=stream)
             parts.append(SavedTensors([Saved("head", ids), norm, duplicate, norm, halves]))
@@ -207,7 +212,7 @@ class LayerMemory(RankStep):
         stream = local * self.w * self.model.hidden_size
         entry = stream * (self.w == self.wide)
         if self.model.architecture is not None:
-            # A layer of transformers' code, as it was counted there, and its experts.
+            # A layer of transformers' code, whose kept bytes are in `costs`, and its experts.
             prefix, element = ("", 2) if self.w < self.wide else ("wide_", 4)
             kept, per_key, of_experts = (
                 self.w / element * self.model.architecture.costs[prefix + name][layer]
@@ -262,7 +267,7 @@ class LayerMemory(RankStep):
             share = head_share(heads, kv_heads, plan.cp, self.coordinates["cp"])
             queries, keys = len(share.queries), len(share.keys)
             if not share.is_even(heads // kv_heads):
-                keys = queries
+                keys = queries  # each query head gets a copy of its key/value head
             size = model.query_head_dim
             values = size if self.is_padded else model.value_head_dim
             outputs = 0 if self.is_by_rows else queries * values
@@ -313,7 +318,8 @@ class LayerMemory(RankStep):
         elif model.qk_norm:
             copied_heads += grouped_heads + heads + keys
             norm_bytes = 2 * self.wide
-            # The sums, an input of the recomputed part.
+            # The sums of squares are an input of the recomputed part; fp32 copies of queries and
+            # keys are squared.
             sum_bytes = 2 * self.wide * self.recomputes_core
             if w < self.wide:
                 sum_bytes += self.wide * size * (heads + keys)
@@ -361,7 +367,8 @@ class LayerMemory(RankStep):
         yield Saved("attention", 2 * queries + values, is_recomputed=self.recomputes_core)
 
     def _norm(self, rows: int) -> Saved:
-        """A norm of `rows` rows: its input, or input, normalised copy and inverse root."""
+        """A norm of `rows` rows: its input; unless it is one operation, in fp32 at least, with the
+        normalised copy and the inverse root."""
         hidden = self.model.hidden_size
         if self._is_one_pass(rows * hidden):
             return Saved("norms", rows * self.w * hidden)
@@ -398,7 +405,7 @@ class LayerMemory(RankStep):
             weights += k + model.router_normalize
         yield Saved("router", local * (scores + weights))
         if model.has_aux_loss:
-            # The scope of each token, and its loss.
+            # The scope of each token: the sequence's index for all layers, else zeros per layer.
             is_shared = model.aux_loss_scope == "sequence"
             yield Saved("dispatch", _INT64 * local, is_shared=is_shared)
             # Frequencies and number of tokens of each scope.

@@ -1,7 +1,10 @@
 """Lower bounds on the span and the makespan of any order of a placement.
 
-The journey of a microbatch is its way from a rank to the last stage and back. Three arguments for
-every rank, with the shortest time of each operation over the microbatches:
+The span is the longest time from a rank's first start to its last end, the makespan the time from
+the first start to the last end of all ranks. A context is what a rank holds of a microbatch from
+its forward to its backward. The journey of a microbatch is its way from a rank to the last stage
+and back. Three arguments for every rank, with the shortest time of each operation over the
+microbatches:
 
 * Until its first input gradient a rank can only run forwards, at most as many as fit into memory,
   and this takes at least a journey.
@@ -21,8 +24,9 @@ from moemesh.schedule.search.problem import SearchProblem
 
 @dataclass(frozen=True, kw_only=True)
 class Shortest:
-    """Shortest times per stage: operations, and messages into F and I of a stage. `block` is the
-    shortest overlapped block of a forward and a full backward (infinite: there are none)."""
+    """Shortest times per stage: of forwards (F), input gradients (I, `inner`) and full backwards,
+    and of messages into F and I of a stage. `block` is the shortest overlapped block of a forward
+    and a full backward (infinite: there are none)."""
 
     forward: list[float]
     inner: list[float]
@@ -37,8 +41,8 @@ class Shortest:
 
 
 def shortest_times(problem: SearchProblem, full: list[float], block: float = math.inf) -> Shortest:
-    """The shortest times over the microbatches. `full` is the shortest full backward per stage,
-    for hand-made schedules that do not split it."""
+    """The shortest times over the microbatches. `full` is the shortest full backward per stage in
+    hand-made schedules, which may not split backwards."""
     m, stages = problem.num_microbatches, problem.num_stages
 
     def least(values: list[float], kind: int) -> list[float]:
@@ -62,7 +66,7 @@ def lower_bound(problem: SearchProblem, times: Shortest) -> float:
     bounds: list[float] = []
     for rank in range(problem.num_ranks):
         first, last = problem.stages[rank][0], problem.stages[rank][-1]
-        m, owned, cap = problem.num_microbatches, problem.stages[rank], problem.rooms[rank]
+        m, owned, room = problem.num_microbatches, problem.stages[rank], problem.rooms[rank]
         # Times from the rank's first stage to its last: forwards, and input gradients back.
         up, down = _forwards(times, first, last), _backwards(times, last, first)
         # Time from a forward on the rank's last stage until the input gradient there may start.
@@ -92,7 +96,7 @@ def lower_bound(problem: SearchProblem, times: Shortest) -> float:
         after = around + down + times.rest(first)
         idle_after = max(0, after - _knapsack(owed, problem.caps[rank]))
         # If all forwards fit into memory, the same journey may cause both waits.
-        fits = m * sum(problem.whole[stage] for stage in owned) <= cap
+        fits = m * sum(problem.whole[stage] for stage in owned) <= room
         idle = max(idle_before, idle_after) if fits else idle_before + idle_after
         span = max(busy + idle, _memory_bound(problem, times, rank))
         if problem.objective == "span":

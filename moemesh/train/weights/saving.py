@@ -115,7 +115,7 @@ def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimize
     weights.load_into(
         [*owned_shards(parallel, _weights(parallel, optimizer), "model."), *_buffers(parallel)]
     )
-    optimizer.round_masters()
+    optimizer.round_masters()  # masters were loaded; the weights follow
 
 
 @torch.no_grad()
@@ -212,8 +212,9 @@ class Checkpoints:
     ) -> None:
         """Begin a checkpoint of the present state; a failed save is a warning, and the next one
         retries. The call first waits for the previous checkpoint, so that the number of checkpoints
-        does not depend on the disk. With `is_last` the call completes the checkpoint: it raises
-        CheckpointError on every rank if all attempts fail, or one after `hurries` returns True."""
+        does not depend on the disk. With `is_last` the call completes the checkpoint. It raises
+        CheckpointError on every rank if its last attempt fails: after all retries, or the first
+        that fails once `hurries` returns True."""
         since = time.monotonic()
         before = self.finish(hurry=True)
         waited = time.monotonic() - since
