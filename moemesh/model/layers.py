@@ -3,7 +3,7 @@
 Also low-rank adapters of a block's weights (Hu et al., 2021); :mod:`moemesh.config.lora` defines
 their parameters and names.
 
-Legend: T tokens, H hidden, F MLP width, G = 2 F (gate, then up), V vocabulary.
+Legend: T tokens, H hidden, F MLP width, G = 2 F (gate, then up).
 """
 
 from __future__ import annotations

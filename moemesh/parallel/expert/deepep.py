@@ -1,7 +1,7 @@
 """DeepEP's kernels as a dispatcher: optional, probed before use, through the V1 `Buffer`.
 
 Legend: T own tokens (at least one: an empty rank sends a row without experts), K slots per token,
-N rows received, one per token and rank, R rows by expert, L local experts, P ep ranks, H hidden.
+N rows received, one per token and rank, R rows by expert, L local experts, H hidden.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|

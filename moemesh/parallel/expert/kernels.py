@@ -1,6 +1,6 @@
 """The kernel of a run's experts: checked and timed on the device when the run starts.
 
-Legend: T tokens, K slots per token, E local experts, F expert width, H hidden.
+Legend: T tokens, K slots per token, H hidden.
 """
 
 from __future__ import annotations
