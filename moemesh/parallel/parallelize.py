@@ -1,4 +1,6 @@
-"""Build the model of one rank. Only this file combines model, plan and mesh, in this order:
+"""Build the model of one rank: the only file that combines model, plan and mesh.
+
+The steps, in order:
 
 1. the schedule, and the parts of the model that this rank's stages run (pipeline parallelism)
 2. token shards, keys of other positions, block boundaries (sequence, context and tensor
