@@ -2,7 +2,8 @@
 
 Legend: B sequences, S positions, T = B*S tokens, H hidden, D head size, R rotated channels of it, V
 size of a value head; P query latent, L key/value latent; of this rank's shard: N query heads, M
-key/value heads, G = N/M query heads per key/value head, A total width of heads.
+key/value heads, G = N/M query heads per key/value head, A total width of heads; C keys of this
+slice and earlier ones.
 """
 
 from __future__ import annotations

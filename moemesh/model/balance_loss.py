@@ -1,6 +1,7 @@
 """Auxiliary losses of the router: load balance and z-loss, each a mean over a scope's tokens.
 
-Legend: T tokens of this rank, K slots per token, E experts, Q scopes of these tokens.
+Legend: T tokens of this rank, K slots per token, E experts, Q scopes of these tokens, X = 2 E + 1
+sums of a scope.
 
 A scope is a set of tokens: one sequence, one microbatch of one data-parallel rank, or one
 microbatch of all ranks ("global"). With V valid tokens in it, counts c and probabilities p:

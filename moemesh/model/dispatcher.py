@@ -1,7 +1,7 @@
 """The contract between a router's choice and the experts: plan, dispatch, combine.
 
-Legend: T tokens, K slots per token, N source rows, R rows grouped by local expert, L local experts,
-H hidden. Dispatchers do not inherit from one another; all pass one shared test.
+Legend: T tokens, K slots per token, N source rows, R rows grouped by local expert, E (L) experts
+(local ones), H hidden. Dispatchers do not inherit from one another; all pass one shared test.
 
 | call | in | out | may communicate |
 |---|---|---|---|

@@ -1,6 +1,7 @@
 """The plain model of one device: embedding, layers of attention and feed-forward, head.
 
-Legend: T tokens of the residual stream held here, H hidden, L MoE layers, E experts.
+Legend: B sequences, S positions, T tokens of the residual stream on this rank, H hidden, L MoE
+layers, E experts, Q scopes of auxiliary losses, X = 2 E + 1 sums of each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Attention masks: a query sees the keys before it, in its document and its window.
 
-Legend: B sequences, L positions of a whole sequence, S queries of this rank, E keys of a tile.
+Legend: B sequences, L positions of a whole sequence, S queries of this rank, C its keys, E keys of
+a tile; N query heads, M key/value heads, D head size.
 
 A query at position p sees the keys at positions ``lowest .. p``, its own included; ``lowest`` is
 the start of its document or of its window, whichever is later. The queries and keys of a rank are

@@ -9,7 +9,7 @@ tree over owners. Expert-parallel groups are contiguous ranks: for powers of two
 is a subtree, and the sum over replicas completes the same tree.
 
 Legend: R rows ordered by expert, then by owner; Q padded rows; E local experts, P owners, F expert
-width, G = 2 F, H hidden; I in, O out.
+width, G = 2 F, H hidden, C channels of it whose bias this rank adds; I in, O out.
 """
 
 from __future__ import annotations

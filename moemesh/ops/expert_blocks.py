@@ -1,7 +1,7 @@
 """Rows of many experts in blocks, and the gradient of their stacked weights, block by block.
 
-Legend: E experts, B rows and D experts of one block, I input and O output channels. The experts
-from the `border` on are frozen (None: no expert is).
+Legend: R rows, E experts, B rows and D experts of one block, I input and O output channels. The
+experts from the `border` on are frozen (None: no expert is).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The SwiGLU MLPs of many experts over rows grouped by expert, in one autograd Function.
 
 Legend: N source rows, R rows in expert order, E local experts, F expert width, G = 2 F, H hidden;
-B rows and D experts of one block.
+B rows and D experts of one block; C channels of H whose bias this rank adds; I in, O out.
 
     h = x W_gate_up^T          two products fused into one
     y = (silu(h_gate) * h_up * weight) W_down^T

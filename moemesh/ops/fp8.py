@@ -1,8 +1,8 @@
 """Rows of activations as 8-bit floats with one scale per 128 channels, packed as bytes.
 
-Legend: R rows, H hidden, C = ceil(H / 128) blocks. A packed row is H bytes of e4m3 values followed
-by C fp32 scales (DeepSeek-V3's dispatch format): H + 4 C bytes against 2 H in bfloat16, 0.516 of it
-when 128 divides H.
+Legend: R rows, H hidden, C = ceil(H / 128) blocks of B = 128 numbers. A packed row is H bytes of
+e4m3 values followed by C fp32 scales (DeepSeek-V3's dispatch format): H + 4 C bytes against 2 H in
+bfloat16, 0.516 of it when 128 divides H.
 """
 
 from __future__ import annotations

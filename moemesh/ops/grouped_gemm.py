@@ -1,7 +1,8 @@
 """One matrix product per expert over rows grouped by expert: reference loops, and the fast path.
 
-Legend: R rows (grouped by expert, ascending), E local experts, I in, O out. ``ends_E`` (int32) is
-the running total of rows: expert e has the rows ``ends[e-1] : ends[e]``, maybe none.
+Legend: R rows (grouped by expert, ascending), E local experts, I in, O out, B rows of one expert
+with padding. ``ends_E`` (int32) is the running total of rows: expert e has the rows ``ends[e-1] :
+ends[e]``, maybe none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copy tokens to rows and sum rows back to tokens: the permutation around the experts.
 
-Legend: N source rows (tokens, or received rows), R rows in expert order, K slots per token,
-H features. A :class:`RowMap` maps each row to the source row that it copies; several rows may copy
-the same source row (a token goes to K experts), and some source rows may have none.
+Legend: N source rows (tokens, or received rows), R rows in expert order, K slots per token, E
+experts, H features. A :class:`RowMap` maps each row to the source row that it copies; several rows
+may copy the same source row (a token goes to K experts), and some source rows may have none.
 """
 
 from __future__ import annotations

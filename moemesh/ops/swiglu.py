@@ -1,6 +1,6 @@
 """The pointwise middle of an MLP, ``silu(gate) * up * weight``, and its backward in one pass.
 
-Legend: B rows, F expert width, G = 2 F (gate, then up).
+Legend: B rows (T: of tokens), F expert width, G = 2 F (gate, then up).
 
 Written with torch it takes about ten passes over the numbers, each with its own conversions in
 bfloat16. On a CPU the plain form, compiled by numba at the first use, takes one pass in fp32 and

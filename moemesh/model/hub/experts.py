@@ -5,8 +5,8 @@ calls it: (module, x [T, H], experts [T, K], weights [T, K]) -> [T, H]. :data:`I
 the name of our :func:`forward`, which calls the module's `exchange`, or its own eager forward if it
 has none.
 
-Legend: T tokens, K slots per token, R rows by expert, L experts of this rank, H hidden, F expert
-width.
+Legend: T tokens, K slots per token, N source rows, R rows by expert, L experts of this rank, H
+hidden, F expert width, G = 2 F (F without gates), I inputs of a product.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ A pipeline stage runs the forward of the whole model with changed layers: the em
 zeros, layers of earlier stages return the received stream, and the stage's last layer ends the
 forward by an exception. Masks, positions, norm and head stay the model's.
 
-Legend: B sequences, S positions, T = B S tokens, H hidden, E experts, V vocabulary; D documents of
-C positions at most, where every document has a row of its own.
+Legend: B sequences, S positions, T = B S tokens, H hidden, E experts, K slots per token, L MoE
+layers, V vocabulary; D documents of C positions at most, where every document has a row of its own;
+Q scopes of auxiliary losses, X = 2 E + 1 sums of each.
 """
 
 from __future__ import annotations
