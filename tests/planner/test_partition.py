@@ -139,7 +139,13 @@ def test_a_value_has_an_effect_or_is_refused(
     model: str, given: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(given))} has no effect: .*{reason}"):
-        partition(model=model, cluster="dgx_h100", global_batch=64, **given)
+        compare(PartitionRequest(model=model, cluster="dgx_h100", global_batch=64, **given))
+
+
+def test_a_loop_over_methods_passes_one_set_of_values() -> None:
+    request: dict[str, Any] = {"model": "tiny", "cluster": "laptop_cpu", "global_batch": 8}
+    one, other = (partition(**request, method="dp", **more) for more in ({}, {"evaluations": 9}))
+    assert one.seconds == other.seconds
 
 
 def test_the_same_call_gives_the_same_answer() -> None:

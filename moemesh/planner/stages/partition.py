@@ -221,11 +221,13 @@ def partition(
     devices (2 by default), for a batch of `global_batch` images. Raises ConfigError with every
     problem, StageError when nothing fits.
     """
-    return compare(PartitionRequest(**locals()))[0]
+    # A loop over methods passes one set of values: those that a method does not read are accepted.
+    return compare(PartitionRequest(**locals()), accepts_unread=True)[0]
 
 
-def compare(request: PartitionRequest) -> list[Partition]:
-    """`partition` by the method of `request`, or by "all" methods, which share one search."""
+def compare(request: PartitionRequest, *, accepts_unread: bool = False) -> list[Partition]:
+    """`partition` by the method of `request`, or by "all" methods, which share one search.
+    `accepts_unread`: values that no method reads are no problem."""
     methods = METHODS if request.method == "all" else (request.method,)
     problems: list[Problem] = []
     for method in methods:
@@ -243,7 +245,8 @@ def compare(request: PartitionRequest) -> list[Partition]:
         if value is not None and value < least:
             message = f"{name} must be at least {least}, not {value}"
             problems.append(_problem(name, value, message, f"{name} = {least}"))
-    problems += _without_effect(request, methods)
+    if not accepts_unread:
+        problems += _without_effect(request, methods)
     loaded = None
     try:
         if request.model != BRANCHING:
