@@ -12,8 +12,8 @@ it receives follow from those of its peers. Rows take the hops of
 | all tokens, gathered | token counts, ids 8 K a token; sums come back dense or uneven |
 | fixed slots | headers of fixed size |
 
-Weights (4 or 8 bytes a row) take the same hops as rows. The backward has the pair of each
-collective, with rows in full precision.
+Weights (4 or 8 bytes each; K of them if a row is a token) take the same hops as rows. The backward
+has the pair of each collective of rows and weights, with rows in full precision.
 """
 
 from __future__ import annotations

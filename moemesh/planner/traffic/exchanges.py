@@ -43,8 +43,8 @@ REPEATED_BY: dict[str, frozenset[str]] = {
     "moe.dispatch.weights": _EXPERTS,
     "moe.combine": _EXPERTS,
 }
-#: Callers at the end of a layer. `moemesh train` does not repeat them, because nothing that the
-#: backward needs follows them; other trainers do.
+#: Callers at the end of a layer. `moemesh train` does not repeat them (except for shared experts,
+#: which routed ones follow), because nothing that the backward needs follows; other trainers do.
 LAYER_EXITS = ("mlp.leave", "moe.combine")
 
 
@@ -69,8 +69,8 @@ _SCATTERED = (
     StateExchange("copies", "all_reduce", "backward", "gradients"),
 )
 _UPDATED = (*_SCATTERED, StateExchange("shard", "all_gather", "optimizer", "weights"))
-#: `plan.data` -> its exchanges of a bucket. Gradients are summed once an update, under ZeRO 2 and 3
-#: after every backward. Servers own uneven shards.
+#: `plan.data` -> its exchanges of a bucket. Gradients are summed once an update, but under ZeRO 2
+#: and 3 scattered after every backward. Servers own uneven shards.
 STATE_EXCHANGES: dict[str, tuple[StateExchange, ...]] = {
     "replicate": (StateExchange("all", "all_reduce", "backward", "gradients"),),
     "parameter_server": _UPDATED,

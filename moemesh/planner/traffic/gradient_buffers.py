@@ -1,10 +1,11 @@
 """Bytes that a rank holds for sums of gradients over ranks, if states are sharded.
 
-The gradients of one backward are collected in a vector per bucket until its sum over ranks starts
-(zero3: they stay separate until all of their unit have arrived). The vector and the receive buffer
-live until the sum is waited for. The start of a sum depends on the order in which gradients arrive
-(:func:`arrivals`), as in `moemesh.parallel.data.reducer`. The input half of a split backward brings
-the gradients that need no product; all sums start after its weight half.
+Under zero2 the gradients of one backward are collected in a vector per bucket until its sum over
+ranks starts; under zero3 they stay separate until then; under zero1 and with a parameter server the
+rank's own gradients are summed, and only the receive buffer is counted. The vector and the receive
+buffer live until the sum is waited for. The start of a sum depends on the order in which gradients
+arrive (:func:`arrivals`), as in `moemesh.parallel.data.reducer`. The input half of a split backward
+brings the gradients that need no product; all sums start after its weight half.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def most_gradient_buffers(placement: StagePlacement, rank: int, element: int) ->
         return 0
     sums = _Sums(placement, rank, element)
     if "gradients" not in SHARDED_STATES[plan.data]:
-        # Gradients are summed in place, once a step.
+        # Gradients are summed in place, once an update.
         sums.start(range(len(sums.buckets)))
         return sums.most
     pp_rank = placement.coordinates(rank)["pp"]

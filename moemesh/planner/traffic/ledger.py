@@ -1,9 +1,9 @@
 """The predicted ledger of a training step of our own library, per rank, to the byte.
 
 It follows the same contracts as the code that communicates (tables in `parallel/tensor`,
-`tensor/vocabulary`, `expert/*`, `recompute`, `data`): every collective with axis, phase, count and
-bytes. Traffic of experts depends on the routing: the choices of a run make the ledger exact,
-without them uniform routing gives expected bytes, rounded once per line.
+`expert/*`, `recompute`, `data`): every collective with axis, phase, count and bytes. Traffic of
+experts depends on the routing: the choices of a run make the ledger exact, without them uniform
+routing gives expected bytes, rounded once per line.
 
 Per forward of T tokens (a microbatch, or a slice of it), N = tp, w bytes an element (closed forms,
 bytes one rank sends):
@@ -25,9 +25,10 @@ bytes one rank sends):
 | one auxiliary loss of all layers | 8 (2 E + 1) a scope to the next stage | the same |
 
 Units before the first one that trains have neither a backward nor a recomputation. Full
-recomputation repeats, as phase "recompute", the collectives at the entry of a block and of the
-dispatch, but not those at the exit of a layer. If AMPNet recomputes a stage with the newest
-weights, everything in the forward happens twice. Collectives of a whole step are in `_end`.
+recomputation repeats, as phase "recompute", the collectives of attention, at the entry of MLPs, of
+replicas and the dispatch, and at the exit of shared experts, but not at the exit of a layer. If
+AMPNet recomputes a stage with the newest weights, everything in the forward happens twice. Messages
+of the pipeline are in `predict_ledger`, collectives of a step in `_end`.
 """
 
 from __future__ import annotations
@@ -331,7 +332,8 @@ def _experts(
 # Ledger entries once a step: counts before it; gradient sums, norms and reports after it.
 #
 # A step ends in one of three ways (D extra prediction layers; s numbers of the gradient norm,
-# one per logical tensor and one per expert of a stack):
+# one per logical tensor and one per expert of a stack; loads: tokens of experts, dropped choices
+# and, with replicas and no stream, tokens of ranks):
 #
 # | way | sums |
 # |---|---|
@@ -339,9 +341,10 @@ def _experts(
 # | validation after it | one vector of 3 + D + loads + s over stage, then along pp and back |
 # | a stream | s squares of its stage for every update; one report a step over the world |
 #
-# Buckets of gradients are summed once an update in all of them; under ZeRO 2 and 3 after every
-# backward. If states are sharded, weights are gathered after the update, or (ZeRO 3) before
-# their use. The repeated warm-up of an undone step (clipped after an early update) is left out.
+# Buckets of gradients are summed once an update in all of them, but under ZeRO 2 and 3 scattered
+# after every backward. If states are sharded, weights are gathered after the update, or (ZeRO 3)
+# before their use. The repeated warm-up of an undone step (clipped after an early update) is left
+# out.
 
 
 def _end(step: RankStep, whole_matrices: bool) -> Iterator[Transfer]:

@@ -97,7 +97,7 @@ def predict_states(
             moments += wide * sum(num_states(member.name) * len(part) for member, part in parts)
     biases = 0
     if model.router_selection_bias:
-        # Selection biases of routers are whole on every rank.
+        # Selection biases of routers are whole on every rank of their stage.
         layers = {index for stage in placement.stages(pp_rank) for index in placement.layers[stage]}
         biases = _BIAS * model.num_experts * sum(map(model.is_moe_layer, layers))
     versions = 1
@@ -105,7 +105,7 @@ def predict_states(
         # An asynchronous schedule keeps older versions of the weights.
         step = PipelineStep(plan.schedule, schedule.num_ranks, plan.microbatches)
         versions = weight_copies(step, pp_rank)
-    # The host holds a master of every weight, and its gradient.
+    # The host holds a master of every trained weight that the rank updates, and its gradient.
     is_offloaded = plan.offload == "optimizer"
     #: Whether an update may be undone from a snapshot.
     is_undone = plan.optimizer_validation == "after" and schedule.update is None

@@ -234,7 +234,7 @@ def matrix_parts(placement: StagePlacement, rank: int, element: int) -> Iterator
 # gathered weights.
 #
 # The walk follows `moemesh.parallel.data.buckets`: a unit is gathered before it is used, together
-# with the next one, and freed after its last use, unless `plan.reshard` keeps it for the step.
+# with the next one, and freed after each use, unless `plan.reshard` keeps it for the step.
 
 
 def gathered_units(

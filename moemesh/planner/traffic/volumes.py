@@ -1,10 +1,12 @@
-"""Closed forms of every collective of one step: number of events, bytes and ranks.
+"""Closed forms of the large collectives of one step: number of events and bytes.
 
 They cover every :class:`PlannedLayout`, including those of other trainers, and count one GPU of one
-pipeline rank. u = b s / c tokens of a microbatch, t tensor ranks, w bytes an element, g of a
-gradient, N ranks that hold the same weights, Psi parameters of a rank. "wire" bytes are sent by the
-GPU in one event (ring collectives, direct exchanges); "payload" is the full tensor. With parameter
-servers the GPU is one of them, which also receives (N-1)/S g Psi of gradients.
+pipeline rank. Left out are counts, ids and weights of dispatches, loads, norms and reports.
+
+u = b s / c tokens of a microbatch, t tensor ranks, w bytes an element, g of a gradient, N ranks
+that hold the same weights, Psi parameters of a rank. "wire" bytes are sent by the GPU in one event
+(ring collectives, direct exchanges); "payload" is the full tensor. With parameter servers the GPU
+is one of them, which also receives (N-1)/S g Psi of gradients.
 
 | what | wire bytes of an event | events a step |
 |---|---|---|
@@ -70,7 +72,7 @@ class Volume(NamedTuple):
 
 
 def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> list[Volume]:
-    """Every collective of one step of pipeline rank `rank`, without axes of one rank."""
+    """The collectives of one step of pipeline rank `rank`, without axes of one rank."""
     return _Volumes(shape, layout, rank).volumes
 
 
