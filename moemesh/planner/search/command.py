@@ -157,7 +157,8 @@ def plan(
     progress: Callable[[str], None] = lambda _: None,
 ) -> PlannedAnswer:
     """The `top` best layouts (:func:`choose`), and comparisons of `rivals` ("tp=8,ep=64") with the
-    best. Raises ConfigError if no layout is legal, NothingFits if none fits in memory."""
+    recommended one. Raises ConfigError if no layout is legal, NothingFits if none fits in
+    memory."""
     search = SearchSpace(model.shape, cluster, space, progress)
     safe = cluster.memory_bytes / search.pricing.memory_interval(1.0).high
     if not (chosen := choose(search, top, safe)):
@@ -211,7 +212,7 @@ def plan(
 def _tunings(model: Model, space: Space) -> list[Tunings]:
     """The options of a run that needs less memory for its states, and the fields of its layouts:
     adapters instead of all weights, adapters beside a base in 4 bits, the optimizer on the host.
-    Each group has adapters of all projections first, then those of attention alone."""
+    A group of adapters has those of the usual projections first, then those of attention alone."""
     given: Mapping[str, Any] = space.trained
     base, bits = "--set lora.base=nf4", "(the frozen base in 4 bits)"
     host = "--set plan.offload=optimizer (its states in host memory)"

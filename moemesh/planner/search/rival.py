@@ -79,7 +79,8 @@ def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Candi
 def edits(
     shape: ModelShape, layout: PlannedLayout, count: int, *, node_size: int
 ) -> Iterator[PlannedLayout]:
-    """Every legal layout of the same number of devices that differs in exactly `count` keys.
+    """The legal layouts of the same number of devices that differ in exactly `count` keys (and in
+    dp), with values that a search proposes, and with smaller microbatches.
 
     Tensor groups span nodes of `node_size` devices only if they do in `layout`.
     """

@@ -3,9 +3,10 @@
 Every legal layout of the :class:`Space` is enumerated in columns: its memory, by the same formulas
 that price one layout, and a lower bound of its time, which ignores the effect of uneven stages on
 waiting. Layouts that fit are then priced in the order of their bounds, with simulated schedules,
-until the next bound exceeds the best price. Under the model no excluded layout is better; the
-certificate lists the rules with their counts, and the rules that are assumptions: that tensor
-groups stay inside a node, which can be switched off, and that a pipeline has no ZeRO-2 or ZeRO-3.
+until the next bound exceeds the price of the last requested one. Under the model no excluded layout
+is better; the certificate lists the rules with their counts, and the rules that are assumptions:
+that tensor groups stay inside a node, which can be switched off, and that a pipeline has no ZeRO-2
+or ZeRO-3.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Certificate:
     fit; `compute_floor_seconds` for any layout with the same operations.
 
     `examined` counts the legal layouts: each was priced, does not fit in memory, or was excluded by
-    its bound. `rejected`: reason -> number of excluded layouts, including legal ones that do not
-    fit; `assumptions`: unproven rules.
+    its bound. `rejected`: reason -> number of excluded combinations (of degrees, if a rule excludes
+    them alone), and of legal layouts that do not fit; `assumptions`: unproven rules.
     """
 
     lower_bound_seconds: float
@@ -230,7 +231,7 @@ class SearchSpace:
 
 
 def counted(rejected: Mapping[str, int]) -> str:
-    """Counts of excluded layouts as text: "3 x tp would cross nodes"."""
+    """Counts of excluded combinations as text: "3 x tp would cross nodes"."""
     return "; ".join(f"{count:,} x {name}" for name, count in rejected.items())
 
 
@@ -266,9 +267,9 @@ _WEIGHTS = ("pp", "tp", "ep", "etp", "stages_per_rank")
 
 
 def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candidate]:
-    """Up to `top` different layouts that fit, by index in the search: first the recommended one,
-    then by seconds. The fastest is always included; the result is empty if none fits. A layout of
-    at most `safe_bytes` is safe."""
+    """Up to `top` (at least 2) different layouts that fit, by index in the search: first the
+    recommended one, then by seconds. The fastest is always included; the result is empty if none
+    fits. A layout of at most `safe_bytes` is safe."""
     top = max(top, 2)
     if not (first := search.fitting(search.capacity, 1)):
         return {}
@@ -375,7 +376,7 @@ _COMPARED = (
 class Advice:
     """Sentences about the best layout. `binding`: the binding constraint and its price;
     `sensitivity`: (additional bytes per device, seconds with them); `why_not`: one line for each
-    faster layout that does not fit."""
+    of at most 5 faster layouts that do not fit, those that lack the least memory."""
 
     binding: str
     sensitivity: tuple[tuple[int, float], ...]

@@ -43,7 +43,7 @@ EXITS: tuple[AttentionExit, ...] = ("reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Limits of the search. The answer has the number of layouts that each limit excludes.
+    """Limits of the search. The answer counts what most limits exclude.
 
     `tensor_inside_node` keeps tp and etp groups inside a node (an assumption, because such groups
     communicate in every layer). `largest_microbatch` is in sequences, by default that of
@@ -222,7 +222,8 @@ _CUTS = ("tp", "cp", "dp", "microbatch")
 
 
 def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterator[Family]:
-    """Every family with its legal columns; `rejected` counts the layouts excluded by each rule."""
+    """Every family with its legal columns; `rejected` counts the combinations that a rule excludes:
+    of the degrees that it compares, or of all columns."""
     for pp in divisors(space.num_devices):
         if pp < space.fewest_stages or not space.allows(pp=pp):
             continue

@@ -41,7 +41,8 @@ class LayoutChange:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorAssignment:
-    """Strategies of all operators: of one layer of each kind, the embedding and the head."""
+    """Strategies of all operators: of one layer of each kind, the embedding and the head; or the
+    devices of placed operators."""
 
     operators: tuple[OperatorChoice, ...]
     edges: tuple[LayoutChange, ...]
@@ -107,9 +108,9 @@ class Partition(Shown):
     `evaluations` counts the method's trials: runs of the inner dynamic program, nodes of the
     integer program's search tree, labels of the placement's dynamic program, divisions or
     placements. `mesh` is the logical mesh of a
-    stage's devices by axis. `implied` is the plan for `moemesh train`, None if no plan comes near.
-    `cut_seconds` is set for a placement: the seconds of cutting every operator over all devices
-    instead.
+    stage's devices by axis. `implied` is the plan for `moemesh train`, None for a placement, and if
+    no plan is legal. `cut_seconds` is set for a placement: the seconds of cutting every operator
+    over all devices instead.
     """
 
     shown = ("model", "cluster", "num_devices", "method", "seconds", "gap", "stages", "implied")
@@ -149,5 +150,5 @@ class Partition(Shown):
 
     @property
     def gap(self) -> float:
-        """Share of seconds above the optimum, 0 for the exact methods."""
+        """Share of seconds above the optimum; 0 for an exact answer."""
         return max(self.seconds / self.optimum_seconds - 1, 0.0)

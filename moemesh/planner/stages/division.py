@@ -83,7 +83,8 @@ class StageCosts:
 class Division:
     """The best division of a search: stage i holds `layers_per_stage[i]` layers.
 
-    `evaluations` counts runs of the inner dynamic program, or the divisions that a search tried.
+    `evaluations` counts runs of the inner dynamic program, nodes of an integer program's search
+    tree, or the divisions that a search tried.
     """
 
     seconds: float

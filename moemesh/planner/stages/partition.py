@@ -128,7 +128,7 @@ def _ranked(
                         recomputed == operator.strategy.endswith(RECOMPUTE)
                     )
                 ranked.append((recompute_agreed, (agreed / (total or 1.0), tuple(differing), keys)))
-    # Sorting is stable: of equals the one with the fewest kinds of parallelism comes first.
+    # Sorting is stable: equals stay in the order of `_DENSE`, `_EXPERTS` and `Recompute`.
     ranked.sort(key=lambda item: (-item[1][0], -item[0]))
     return [item for _, item in ranked]
 
@@ -148,7 +148,8 @@ def _ranked(
 def solve_division(
     table: FloatArray, num_microbatches: int, *, time_limit: float | None = None
 ) -> Division | None:
-    """The division of least `pipeline_seconds` by branch and bound; None when nothing fits.
+    """The division of least `pipeline_seconds` by branch and bound; None when nothing fits, or
+    nothing was found in `time_limit` seconds.
 
     `table` as for `best_division`. `evaluations` are the nodes of the search tree.
     """
