@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: A float, or a numpy array of floats with one entry per row: every formula accepts both.
+#: A number, or a numpy array that broadcasts to one entry per layout: formulas accept both.
 Number = Any
 FloatArray = NDArray[np.float64]
 

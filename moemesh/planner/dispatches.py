@@ -342,7 +342,8 @@ def to_json(example: RoutingExample) -> dict[str, Any]:
 # not use the network. A direct exchange takes as long as its slower part, over the network card or
 # over the links of the node; a ring has the rate of its group; latencies are added. Rates are the
 # cluster's times their calibrated share, or measured ones. The printed rate is the bytes over the
-# slower kind of link, divided by the time of the exchange, as in DeepEP.
+# slower kind of link (of a gather: all its bytes), divided by the time of the exchange, as in
+# DeepEP.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +360,7 @@ class DispatchLoad:
     fp8: bool = True
 
     def check(self, ep: int) -> list[Problem]:
-        """Every broken rule for `ep` ranks."""
+        """Every size out of range, else every other broken rule for `ep` ranks."""
         sizes = ("tokens", "hidden_size", "experts", "experts_per_token")
         problems = [
             Problem.of("out-of-range", name, value, f"it must be between 1 and {LARGEST_SIZE}", "")
@@ -414,7 +415,7 @@ class DispatchLoad:
 @dataclass(frozen=True)
 class Exchanged:
     """One direction: bytes that a rank sends over its network card and inside its node, seconds,
-    and bytes per second over the slower kind of link."""
+    and bytes per second over the slower kind of link (of a gather: of all bytes)."""
 
     across_bytes: float
     inside_bytes: float
@@ -444,7 +445,7 @@ def dispatch_times(
     cluster: Cluster, load: DispatchLoad, ep: int, dispatchers: Collection[str] = PREDICTED
 ) -> list[DispatchTime]:
     """The table for `ep` ranks; a cluster with too few nodes is extended by nodes of the same kind.
-    Raises ConfigError with every broken rule."""
+    Raises ConfigError with the broken rules."""
     problems = load.check(ep)
     node = cluster.gpus_per_node
     if ep > node and ep % node:
@@ -461,7 +462,7 @@ def dispatch_times(
     outside = 1 - 1 / nodes
     slots = slots_per_pair(load.tokens, load.experts_per_token, load.experts, ep) / load.tokens
     chosen = float(load.experts_per_token)
-    #: Kind of rows -> copies of a token that leave its rank, and that leave its node.
+    #: Kind of rows -> copies of a token for other ranks, and copies that leave its node.
     copies = {
         "rows": (chosen * (1 - 1 / ep), chosen * outside),
         "slots": (slots * (ep - 1), slots * (ep - node)),

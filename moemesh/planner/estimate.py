@@ -55,9 +55,9 @@ if TYPE_CHECKING:  # a search is imported only for a layout that does not fit
 
 # Memory under the worst routing: the router sends the largest possible number of rows to one rank.
 #
-# All received rows are kept for the backward; the experts compute at most `rows_at_once` of them
-# together, and keep gate and up only of that number. The peak is therefore reached either with all
-# rows that can be received, or with exactly `rows_at_once`.
+# All received rows are kept for the backward; the experts compute at most `rows_at_once` rows of a
+# chunk together, and keep gate and up only if a chunk has no more. The peak is therefore reached
+# either with all rows that can be received, or with exactly `rows_at_once` in each chunk.
 
 
 #: Microbatches per pipeline rank that suffice for the peak: more do not raise it.
@@ -73,13 +73,13 @@ _ROW_WIDTHS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class WorstRouting:
-    """The fullest rank of the pipeline rank with the most memory.
+    """The fullest rank under the worst routing, in the pipeline rank with the most memory.
 
     It can receive `rows` of one layer and microbatch; under uniform routing it receives
     `balanced_rows`. It computes at most `rows_at_once` of them together (None: all), in `blocks`
     blocks. `dropped_choices` of the tokens of its group exceed the capacity. `activation_bytes` is
-    the peak with buffers of the exchange and of the experts; `more_bytes` is its excess over
-    uniform routing.
+    the peak, in a run of ours with buffers of the exchange and of the experts; `more_bytes` is its
+    excess over uniform routing.
     """
 
     rows: int
@@ -194,7 +194,7 @@ def of_own_run(
 
 def _shortened(plan: Plan, global_batch: int) -> tuple[Plan, int]:
     """A plan with fewer microbatches of the same size and the same peak memory, and its global
-    batch."""
+    batch; the given ones if these are few, or if steps overlap."""
     share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
     if plan.microbatches <= _ENOUGH * plan.pp or plan.update_window is not None:
         return plan, global_batch
@@ -218,8 +218,8 @@ class AxisTraffic(NamedTuple):
 
 
 def by_axis(ledger: Ledger) -> list[AxisTraffic]:
-    """The lines of a ledger summed over phases and callers. Axes, and the operations and sizes of
-    an axis, are sorted by bytes, largest first."""
+    """The lines of a ledger with sent bytes, summed over phases and callers. Axes, and the
+    operations and sizes of an axis, are sorted by bytes, largest first."""
     sums: defaultdict[tuple[str, str, int], list[int]] = defaultdict(lambda: [0, 0])
     for entry in ledger.entries():
         if entry.wire_bytes:
@@ -373,8 +373,8 @@ def estimate(
     run: RunConfig | None = None,
 ) -> Estimate:
     """Price one layout, with the traffic of pipeline rank `rank`: a number, "first", "inner",
-    "last", or the "worst" in memory. The traffic is that of `run`, by default of one that trains
-    all weights with AdamW. Raises ConfigError with every rule that the layout breaks for
+    "last", or the "worst" in memory. An exact ledger is that of `run`, by default of one that
+    trains all weights with AdamW. Raises ConfigError with every rule that the layout breaks for
     this model."""
     shape = model.shape
     if problems := layout.check(shape.sizes):
@@ -495,7 +495,7 @@ def estimate_named(
     headroom: str | float | None = None,
     price: float | None = None,
 ) -> Estimate:
-    """Price the layout of `plan`. Raises ConfigError with every problem."""
+    """Price the layout of `plan`. Raises ConfigError."""
     problems: list[Problem] = []
     loaded, machine = load_both(model, cluster, problems)
     try:
@@ -518,7 +518,7 @@ def estimate_run(
     price: float | None = None,
 ) -> Estimate:
     """Price a run of `moemesh train`: the configuration's model, plan, batch, dtype and optimizer.
-    Raises ConfigError with every problem."""
+    Raises ConfigError."""
     problems: list[Problem] = []
     loaded, machine = load_both(config.model, cluster, problems)
     if loaded is None or machine is None:
@@ -543,7 +543,7 @@ def estimate_run(
     if isinstance(plan, str):
         note = f"memory and traffic follow from the shares of weights that train: {plan}"
         return priced if is_full else replace(priced, notes=(*priced.notes, note))
-    # Memory of every pipeline rank as the run's files predict it.
+    # Memory of the first, the last and the worst pipeline rank as the run's files predict it.
     short, batch = _shortened(plan, data.global_batch)
     short = replace(config, plan=short, data=data.model_copy(update={"global_batch": batch}))
     of_rank = partial(predicted_memory, short, on_cpu=False)

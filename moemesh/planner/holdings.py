@@ -1,7 +1,7 @@
 """Shares of ranks under a plan: groups of every axis; layers, heads, experts and tokens.
 
-All shares come from the functions that place parameters and cut batches in a run
-(:mod:`moemesh.config.layout`, :mod:`moemesh.sharding.context`,
+All shares come from functions that a run uses to place parameters and to cut batches
+(:mod:`moemesh.config.layout`, :mod:`moemesh.sharding`; stages through
 :mod:`moemesh.planner.traffic.tensors`), so they are those of `moemesh train`.
 """
 
@@ -100,7 +100,7 @@ class Holdings:
         """The holdings of a plan and a model, given as for `moemesh estimate`.
 
         `seq_len` None: the default of a run; `global_batch` None: the smallest that the plan
-        divides. Raises ConfigError with every problem.
+        divides. Raises ConfigError.
         """
         loaded = None if model is None else load_model(model)
         length, batch = seq_len or DataConfig().seq_len, global_batch or smallest_batch(plan)

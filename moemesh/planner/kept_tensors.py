@@ -131,6 +131,7 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Act
         if layout.recompute.isdisjoint(kept.recomputed_by):
             sums[kept.cut] = sums[kept.cut] + kept.size
     if shape.counted:
+        # The counted bytes are those without recomputation.
         return ActivationBytes(tokens=shape.counted[kind.moe].kept_bytes, routed=sums["routed"])
     return ActivationBytes(**sums)
 

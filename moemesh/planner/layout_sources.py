@@ -55,7 +55,8 @@ def from_plan(
     global_batch: int,
     dtype: Precision = "bfloat16",
 ) -> PlannedLayout:
-    """The layout of `moemesh train` with `plan`: fp32 gradients, flash attention, a loss in chunks.
+    """The layout of `moemesh train` with `plan`: gradients in fp32 at least, flash attention, a
+    loss in chunks.
 
     With `model`, stages are cut as in a run. Raises ValueError for an impossible cut, and for a
     schedule from a file or a search: closed forms exist for named schedules only.

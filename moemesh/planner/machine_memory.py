@@ -21,15 +21,15 @@ _SHORTEST = 64
 
 
 class TooLargeError(UserError):
-    """The model's weights, gradients and optimizer exceed the memory of the machine."""
+    """The states of a run, without activations, exceed the memory of the machine."""
 
 
 def refuse_too_large(
     config: RunConfig, memory_bytes: int | None = None, *, on_cpu: bool = True
 ) -> None:
     """Raise TooLargeError if the states of a run exceed `memory_bytes` (None: those of this
-    machine). `on_cpu` these are weights, gradients and optimizer of all ranks, else what the ranks
-    of one node offload to its host."""
+    machine). `on_cpu` these are weights, gradients, optimizer, buffers and snapshots of all ranks,
+    else what the ranks of one node offload to its host."""
     available = physical_bytes() if memory_bytes is None else memory_bytes
     plan = config.plan
     if not on_cpu and plan.offload == "none":
@@ -58,15 +58,16 @@ def predicted_peaks(config: RunConfig) -> int:
 
 
 def check_room(config: RunConfig) -> None:
-    """Raises TooLargeError if the ranks of a run would exceed the memory of this machine."""
+    """Raises TooLargeError if a run on CPUs has states that exceed the memory of this machine.
+    A run on GPUs is not checked."""
     if config.train.device == "cpu" or not signs_of_gpus():
         refuse_too_large(config)
 
 
 def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | None:
     """A warning if all ranks of a run on this machine's CPU will probably need more memory than it
-    has: both numbers, and the smallest change that fits. None if they fit, and for more than
-    `MOST_RANKS` ranks, which are meant for other machines."""
+    has: both numbers, and the first of some changes that fits. None if they fit, and for more
+    than `MOST_RANKS` ranks, which are meant for other machines."""
     if config.plan.world_size > MOST_RANKS:
         return None
     available = physical_bytes() if memory_bytes is None else memory_bytes

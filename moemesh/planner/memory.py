@@ -103,7 +103,8 @@ class RankMemory:
 
 
 def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightCounts:
-    """Parameters of the layers, embedding and head of a pipeline rank, before tp, ep and etp."""
+    """Parameters of a pipeline rank before tp, ep and etp: layers, embedding, final norm and head,
+    extra prediction layers."""
     content = Stages.of(shape, layout, microbatches=1).contents[rank]
     whole_output, ends = layout.attention_exit == "all_to_all", end_weights(shape)
     weights = WeightCounts()
@@ -178,7 +179,8 @@ def _unsharded(
     block: Number,
 ) -> Number:
     """Bytes of ZeRO-3's unsharded units: two gathered ones (one in use, one prefetched) and one
-    gradient of what trains. `weights` are the rank's; those without replicas are not gathered.
+    gradient of what trains; with ``reshard = "step"`` all `weights` of the rank, and one gradient.
+    Weights without replicas are not gathered.
     `block`: bytes of a dequantized block of a layer."""
     w = layout.element_bytes
     has_replicas = layout.dense_replicas > 1, layout.edp > 1
@@ -212,7 +214,7 @@ def _rank_states(
     shape: ModelShape, layout: PlannedLayout, rank: int
 ) -> tuple[WeightCounts, dict[str, Number]]:
     """Weights of a rank before tp, ep and etp cut them, and bytes of its weights, gradients and
-    optimizer."""
+    optimizer, as keywords of :class:`RankMemory`."""
     weights = rank_weights(shape, layout, rank)
     dense, expert = weights.on_rank(layout)
     if layout.spare_slots and shape.is_moe:
@@ -253,8 +255,8 @@ def rank_memory(
     chunks: ChunkBytes | None = None,
     states: tuple[WeightCounts, dict[str, Number]] | None = None,
 ) -> RankMemory:
-    """Every part of the memory at one pipeline rank, on the most loaded of its ranks. `chunks` and
-    `states` are the layout's, if already computed."""
+    """Every part of the memory at one pipeline rank, on the most loaded of its ranks. `chunks` are
+    the layout's, `states` the rank's, if already computed."""
     chunks = chunks or ChunkBytes(shape, layout)
     weights, state_bytes = states or _rank_states(shape, layout, rank)
     content = Stages.of(shape, layout, microbatches=1).contents[rank]
@@ -296,7 +298,9 @@ def rank_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Memory of all pipeline ranks, with the first, the last and the worst."""
+    """Memory of pipeline ranks: of all, or (of a run,
+    :func:`moemesh.planner.estimate.estimate_run`) of the first, the last and the worst by the
+    closed forms."""
 
     ranks: tuple[RankMemory, ...]
 
@@ -370,7 +374,7 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """Bytes that the allocator of the worst rank reports, and bytes that the device needs."""
+    """Bytes that the allocator of a rank reports at its peak, and bytes that its device needs."""
 
     rank: int
     allocated: float
@@ -382,7 +386,8 @@ class PeakMemory:
 
     @property
     def libraries(self) -> float:
-        """The rest of `needed`: device, collectives, kernels, and the allocator's loss."""
+        """The rest of `needed`: libraries, the allocator's loss, and weights that ZeRO-3 has
+        gathered."""
         return self.needed - self.states - self.activations - self.logits - self.working
 
     def fits(self, memory_bytes: float, usable_share: float = 1.0) -> bool:
@@ -473,7 +478,7 @@ class _Peaks:
         scores: Number = 0.0
         if (name := layout.attention_kernel) in KEEP_SCORES:
             num_scores = layout.tokens * layout.seq_len * self.shape.num_heads / layout.tp
-            # `tensors` has w bytes of each score.
+            # Without dropout `tensors` has w bytes of each score.
             scores = (getattr(allocation, f"{name}_score_bytes") - w) * num_scores
         size = tensors._replace(tokens=tensors.tokens + unfused_norms).on_rank(layout)
         return allocation.activation_scale * (size + gathered_norms + scores)

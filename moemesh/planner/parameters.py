@@ -9,7 +9,8 @@
 | norms | 2 h a layer, h at the end |
 | embedding, head | V h each, once when tied |
 
-MLA adds the scales of its two low-rank norms, r_q + r_kv. The GPT closed form
+MLA adds the scales of its two low-rank norms, r_q + r_kv. The functions also count biases of other
+parts, gates, sinks, learned positions and other norms, if the shape has them. The GPT closed form
 12 L h^2 (1 + 13/(12 h) + (V + s)/(12 L h)) is arXiv:2104.04473, equation 2.
 
 One multiply-add is 2 FLOPs. Per token, forward:
@@ -146,7 +147,8 @@ def hardware_flops(flops: Flops, recompute: frozenset[str] = frozenset()) -> flo
 
     Full recomputation adds a forward without the head (about 4 F in all). Recomputation of the
     attention core adds one core, that of the routed experts their gate and up, two of three
-    products. FlashAttention recomputes QK^T in its backward: half a core.
+    products; other recomputed parts are not counted. FlashAttention recomputes QK^T in its
+    backward, half a core, which is always included.
     """
     total = flops.training
     if "full" in recompute:
@@ -203,7 +205,7 @@ def layer_parts(
     """
     if shape.counted:
         layer = shape.counted[moe]
-        # Mixers, norms, routers and dense MLPs are counted together.
+        # Everything but the routed experts is counted together.
         names = ("norms", "dense_mlp", "shared_experts", "router")
         parts: dict[str, WeightCounts] = dict.fromkeys(names, WeightCounts())
         parts["attention"] = WeightCounts(replicated=round(layer.weights))
@@ -253,9 +255,9 @@ def layer_weights(shape: ModelShape, moe: bool, whole_output: bool = False) -> W
 
 def end_weights(shape: ModelShape) -> dict[str, WeightCounts]:
     """Parameters outside of the layers: "embedding" with learned positions and its norm; "norms",
-    the final norm; "head" unless it is tied; "mtp", one extra prediction layer (arXiv:2412.19437,
-    section 2.2): two norms, the projection 2h -> h, a layer and a final norm. It shares embedding
-    and head with the model."""
+    the final norm; "head", of a tied one only the bias; "mtp", one extra prediction layer
+    (arXiv:2412.19437, section 2.2): two norms, the projection 2h -> h, a layer and a final norm. It
+    shares embedding and head with the model."""
     norm, hidden = shape.norm_weights, shape.hidden_size
     untied = not shape.tied_embeddings
     around_layer = WeightCounts(replicated=3 * norm + 2 * hidden**2)
@@ -278,9 +280,9 @@ def end_weights(shape: ModelShape) -> dict[str, WeightCounts]:
 class Parameters:
     """Numbers of parameters of a whole model. `total` has no extra prediction layers (`mtp`).
 
-    `active` are the parameters that multiply one token, embedding and head included;
-    `active_without_embeddings` leaves those two out. `experts` are all routed experts;
-    `selection_bias` is a buffer, which no sum includes.
+    `active` is `total` without the routed experts that a token does not choose;
+    `active_without_embeddings` leaves the tables of embedding and head out. `experts` are all
+    routed experts; `selection_bias` is a buffer, which no sum includes.
     """
 
     total: int

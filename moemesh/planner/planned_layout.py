@@ -60,7 +60,7 @@ ELEMENT_BYTES: dict[str, float] = {
 }
 
 
-#: Least values of numbers that a Plan lacks, with messages.
+#: Least values of numbers that a Plan lacks or has in another form, with messages.
 _LEAST: dict[str, tuple[float, str]] = {
     "trained_dense": (0, "a share of the weights is at least 0"),
     "trained_experts": (0, "a share of the weights is at least 0"),
@@ -76,7 +76,8 @@ _LEAST: dict[str, tuple[float, str]] = {
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlannedLayout(MeshDegrees, Shown):
-    """Degrees, batch and every strategy of one step. Fields shared with Plan have its values.
+    """Degrees, batch and every strategy of one step. Fields shared with Plan have its
+    meaning; some are 0 where a Plan has None, and `recompute` is a set of parts.
 
     `microbatch` is in sequences per data-parallel replica, `global_batch` in sequences per step. A
     sequence has `seq_len` tokens. Raises ConfigError with every broken rule.
@@ -288,7 +289,8 @@ class PlannedLayout(MeshDegrees, Shown):
     def text(self) -> str:
         """The layout as an argument of ``--plan``, without blanks: "tp=8,pp=4,microbatch=1".
 
-        It has all fields that differ from their default, except for sequence length and batch.
+        It has `microbatch` and all fields that differ from their default, without sequence length
+        and batch.
         """
         parts: list[str] = []
         implied = widths(self.dtype)

@@ -97,7 +97,8 @@ class EstimateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRequest:
-    """A model, a cluster and the numbers of `moemesh partition`; None: chosen by the search."""
+    """A model, a cluster and the numbers of `moemesh partition`. `stages` and `microbatches` None:
+    chosen by the search."""
 
     model: Annotated[ModelSource, "Preset, config.json, TOML file, or branching-alexnet."]
     cluster: Annotated[ClusterSource, CLUSTER_HELP, "C"]

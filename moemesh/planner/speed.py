@@ -181,8 +181,9 @@ def decoding_intensity(batch: int, element_bytes: float) -> float:
 
 def layer_intensities(shape: ModelShape, layout: PlannedLayout) -> dict[str, float]:
     """FLOP per byte of the first product of each block of a layer, for one microbatch on one rank:
-    "attention", "mlp" for models with dense layers, "experts" for models with MoE layers (rows of
-    one expert under uniform routing)."""
+    "attention" (in latent attention the queries, as if from the stream), "mlp" for models with
+    dense layers, "experts" for models with MoE layers (rows of one expert under uniform
+    routing)."""
     w, h, t = layout.element_bytes, shape.hidden_size, layout.tp
     gates = 2 if shape.gated else 1
     width = shape.query_width / t

@@ -34,9 +34,9 @@ def even_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def cut_by_weight(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """For frameworks that count the tables as layers: among cuts with equal inner stages and equal
-    outer stages, the one whose heaviest stage is lightest. Embedding and head each count as a
-    fraction of a layer, the ratio of their weights."""
+    """For frameworks that count the tables as layers: among cuts with equal outer stages and nearly
+    equal inner stages, the one whose heaviest stage is lightest. Embedding and head each count as a
+    fraction of a layer, the ratio of their weights. Fewer than three stages: :func:`even_cut`."""
     if num_stages < 3:
         return even_cut(shape, num_stages)
     share = shape.vocab_size * shape.hidden_size / layer_weights(shape, shape.is_moe).total

@@ -54,8 +54,8 @@ def predicted_seconds(
             amount = entry.count * rates[latency(entry.axis)] + entry.wire_bytes / rate
             seconds[part] = seconds.get(part, 0.0) + amount
     if rate := rates.get(MEMORY):
-        # The norm reads gradients, clipping and the update read and write them; the update reads
-        # and writes weights and states.
+        # The norm reads gradients, clipping with the update reads and writes them once; the update
+        # reads and writes weights and states.
         weights = memory.dense_weights + memory.expert_weights
         touched = 2 * weights + 3 * memory.gradients + 2 * memory.optimizer
         seconds[parts.OPTIMIZER] = touched / rate
@@ -63,8 +63,9 @@ def predicted_seconds(
 
 
 def pass_flops(config: RunConfig) -> dict[str, float]:
-    """FLOPs of a step on an average rank by part, recomputation included. Empty for a run that
-    trains some of the weights, or adapters of a packed base."""
+    """FLOPs of a step on an average rank by part. Recomputation is included, extra prediction
+    layers are not; the other way round for a counted model. Empty for a run that trains some of the
+    weights, or adapters of a packed base."""
     shape, plan, seq_len = shape_of(config.model), config.plan, config.data.seq_len
     tokens = config.data.global_batch * seq_len / plan.world_size
     adapters = config.trains_adapters

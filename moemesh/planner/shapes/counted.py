@@ -1,7 +1,8 @@
 """The shape of a model that only its modelling code describes, from counts taken in that code.
 
 Sizes are those of the attention layers with the highest cost per key; layers whose cost per key is
-much smaller have a window of one token. Parameters, FLOPs and kept bytes of a layer are as counted.
+much smaller have a window of one token. Parameters, FLOPs and kept bytes of a layer are the means
+of counts over the layers with experts, or without.
 """
 
 from __future__ import annotations

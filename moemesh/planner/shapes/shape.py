@@ -32,7 +32,8 @@ class LayerKind(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Means over the layers of one kind, counted in their code (:mod:`moemesh.model.hub.costs`).
+    """Means over the layers of one kind, counted in their code (:mod:`moemesh.model.hub.costs`);
+    or, with `weights` alone, the parameters outside of layers.
 
     `weights` are the parameters outside of the routed experts, which every rank holds,
     `expert_weights` those of the routed experts. `flops` are the forward FLOPs of a token without
@@ -51,7 +52,8 @@ class ModelShape(HeadSizes):
 
     Widths are in channels, `intermediate_size` that of a dense MLP, `expert_intermediate_size` of
     one expert, `shared_intermediate_size` of all shared experts of a layer together. Raises
-    ConfigError with every value of a wrong type, else with every broken rule.
+    ConfigError with every value of a wrong type, else every size out of range, else every other
+    broken rule.
     """
 
     section: ClassVar[str] = "model"
@@ -233,8 +235,8 @@ class ModelShape(HeadSizes):
         return ModelShape(**(self.to_json() | values))
 
     def truncated(self, num_layers: int) -> ModelShape:
-        """The model cut to its first `num_layers` layers. A model with dense layers keeps at least
-        one of them; dense layers in front of all MoE layers are reduced to one."""
+        """The model cut to `num_layers` layers: its first ones, but if all its dense layers are in
+        front of the MoE layers, one dense layer and MoE layers."""
         dense = self.num_layers - len(self.moe_layers)
         #: Number of layers before the first layer with experts.
         lead = next((index for index, kind in enumerate(self.kinds) if kind.moe), 0)
