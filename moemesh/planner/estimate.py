@@ -194,7 +194,7 @@ def of_own_run(
 
 def _shortened(plan: Plan, global_batch: int) -> tuple[Plan, int]:
     """A plan with fewer microbatches of the same size and the same peak memory, and its global
-    batch; the given ones if these are few, or if steps overlap."""
+    batch; the given ones if these are few, or with an update window."""
     share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
     if plan.microbatches <= _ENOUGH * plan.pp or plan.update_window is not None:
         return plan, global_batch

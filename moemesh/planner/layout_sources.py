@@ -244,7 +244,7 @@ def read_plan(
     TOML file, or a table of keys such as `plan --json` prints.
 
     Keys are those of [plan] and of PlannedLayout. `microbatch` (sequences per microbatch) and
-    `microbatches` (their number) exclude each other. Raises ConfigError with every problem,
+    `microbatches` (their number) exclude each other. Raises ConfigError with the problems,
     including those with `model`.
     """
     table = plan_table(source)

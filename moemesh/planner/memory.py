@@ -43,7 +43,8 @@ from moemesh.planner.stage_cut import RankContent, Stages, pipeline_step, with_v
 from moemesh.schedule.step import alive, weight_copies
 from moemesh.trace.memory_profile import LOGITS, MemoryProfile, logits_per_token
 
-#: Bytes per logit of a loss with all logits: the logits, their fp32 softmax, its gradient.
+#: Bytes per logit of a loss with all logits in 16 bits, and their softmax and gradient in fp32: in
+#: one tensor if they are fused, else in two beside an fp32 copy of the logits.
 WHOLE_LOGIT_BYTES = {"fused": 6.0, "plain": 14.0}
 
 

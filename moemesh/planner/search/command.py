@@ -108,7 +108,7 @@ class PlannedAnswer:
     certificate: Certificate
     #: Calibrated constants, links and runs of the cluster.
     pricing: Pricing
-    #: Comparisons of the user's layouts with the best one.
+    #: Comparisons of the user's layouts with the recommended one.
     rivals: tuple[Rival, ...] = ()
     #: Tokens of a training, for its days.
     tokens: float | None = None
@@ -279,7 +279,7 @@ def plan_named(
     request: PlanRequest, progress: Callable[[str], None] = lambda _: None
 ) -> PlannedAnswer:
     """Search for the best layouts; `progress` is called with status texts. Raises ConfigError
-    with every problem."""
+    with every problem of the request, else with those of its settings or of the search."""
     seq_len, global_batch, nodes = request.seq_len, request.global_batch, request.nodes
     top, why = 5 if request.top is None else request.top, request.why or ()
     problems: list[Problem] = []

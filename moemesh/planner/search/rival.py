@@ -153,7 +153,7 @@ MEMORY_PARTS = ("states", "activations", "logits", "working", "libraries")
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """Comparison of a user's layout with the best one.
+    """Comparison of a user's layout with the best one, which is the recommended one of a search.
 
     An illegal layout has `problems` and nothing else. For a legal one, `candidate` is the best
     layout with the user's values, and `short` the bytes by which it exceeds the device (0 if it
@@ -213,8 +213,8 @@ def rival_table(asked: str, model: Model | None, seq_len: int, global_batch: int
 
 
 def why_not(search: SearchSpace, model: Model, best: Candidate, asked: str) -> Rival:
-    """Compare a user's layout ("tp=8,ep=64,data=zero3") with the best of a search. Raises
-    ConfigError for an unreadable text."""
+    """Compare a user's layout ("tp=8,ep=64,data=zero3") with `best`, the recommended one of a
+    search. Raises ConfigError for an unreadable text."""
     space = search.space
     table = rival_table(asked, model, space.seq_len, space.global_batch)
     if problems := _world_problems(table, space.num_devices):

@@ -6,9 +6,10 @@ every logical mesh (outer x inner) of a stage's devices the inner level lays out
 memory, the inner level is solved at several prices of a byte (in seconds), and every stage takes
 the fastest answer that fits.
 
-All stages have the same mesh and all boundaries between layers one layout, because a run has one
-set of degrees. The fastest assignment without a memory cap is a lower bound of each mesh: meshes
-are tried in the order of their bounds, and the search ends at a bound above the best answer.
+All stages have the same mesh, and all boundaries between the layers of an assignment one layout,
+because a run has one set of degrees. The best division under the fastest assignment, without a
+memory cap, serves as the lower bound of a mesh: meshes are tried in the order of their bounds, and
+the search ends at a bound above the best answer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from moemesh.schedule.held_activations import peak_memory
 from moemesh.sharding.stages import layer_runs
 from moemesh.trace.memory_profile import format_bytes
 
-#: Maximum number of byte prices tried for a mesh that exceeds the memory cap.
+#: Maximum number of byte prices tried between the two extremes of a mesh that exceeds the cap.
 MOST_PRICES = 6
 #: Price at which only bytes count, as a multiple of the fastest answer's seconds per byte.
 _LIGHTEST = 1e3
@@ -50,7 +51,7 @@ class StageMesh:
     def __init__(self, search: TwoLevelSearch, num_stages: int, axes: dict[str, int]) -> None:
         self.search, self.num_stages, self.axes = search, num_stages, axes
         self.devices = prod(axes.values())
-        # The given number, or the largest that leaves each device of a stage one sequence.
+        # The given number, or the largest that leaves each device of a stage one sequence, else 1.
         request, batch = search.request, search.request.global_batch
         legal = [number for number in divisors(batch) if batch // number >= self.devices]
         self.microbatches = request.microbatches or max(legal, default=1)
@@ -190,8 +191,8 @@ class StageMesh:
 
 
 class TwoLevelSearch:
-    """All stage meshes of a model on a cluster, by ascending lower bound. A number of `request`
-    that is None is chosen by the search."""
+    """All stage meshes of a model on a cluster, by ascending lower bound. `stages` and
+    `microbatches` of `request` are chosen by the search if they are None."""
 
     def __init__(self, shape: ModelShape, cluster: Cluster, request: PartitionRequest) -> None:
         self.shape, self.cluster, self.request = shape, cluster, request

@@ -188,7 +188,7 @@ class DispatchTraffic:
         self._rows = cache(self._rows_of)
 
     def exchanges(self) -> Iterator[Transfer]:
-        """All collectives of one chunk, in the order in which `moemesh dispatch` prints them."""
+        """All collectives of one chunk, in the order of `moemesh dispatch --json`."""
         plan, lines, dispatcher = self.plan, self.lines, dispatcher_row(self.plan.dispatcher)
         if plan.ep * plan.etp == 1:
             return

@@ -12,7 +12,7 @@ bytes one rank sends):
 |---|---|---|
 | embedding | reduce-scatter (N-1)/N T h w | all-gather |
 | enter of attention and of every MLP | all-gather (N-1)/N T h w | reduce-scatter |
-| enter of latent attention | the same, r_q + r_kv + d_r wide in place of h | reduce-scatter |
+| enter of latent attention | the same, r_q (or h) + r_kv + d_r wide | reduce-scatter |
 | norm over all heads | all-reduce of 2 numbers a token | all-reduce |
 | exit reduce_scatter | reduce-scatter (N-1)/N T h w | all-gather |
 | exit all_reduce | all-reduce 2 (N-1)/N T h w | all-gather |

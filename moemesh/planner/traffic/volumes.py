@@ -13,7 +13,7 @@ is one of them, which also receives (N-1)/S g Psi of gradients.
 | TP | all-reduce 2 (t-1)/t u h w | 2 a block and microbatch; 3 with full recomputation |
 | TP + SP | all-gather or reduce-scatter (t-1)/t u h w | 4 a block and microbatch; 6 recomputed; |
 | | | 1 more if the input is re-gathered |
-| entry of MLA | the same, r_q + r_kv + d_r wide in place of h | as TP + SP |
+| entry of MLA | the same, r_q (without it h) + r_kv + d_r wide | as TP + SP |
 | exit all_to_all | (t-1)/t^2 u a d w | 1 + 1 an attention and microbatch |
 | CP ring | (c-1)/c 2 s b h_kv w / t, backward with w and with max(w, 4) | a layer, microbatch |
 | CP all_gather | the same gathered forward and backward, dK and dV scattered | the same |
