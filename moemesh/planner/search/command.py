@@ -254,8 +254,8 @@ def _tunings(model: Model, space: Space) -> list[Tunings]:
 def cheapest(
     planned: PlannedAnswer, space: Space, progress: Callable[[str], None]
 ) -> Candidate | None:
-    """The fastest layout on half, a quarter, ... of the nodes, if it takes over one percent fewer
-    GPU-hours than the first answer; None if fewer devices save nothing."""
+    """The fastest layout on half, a quarter, ... of the nodes, as long as every halving takes fewer
+    GPU-hours, the first by over one percent; None if half of the nodes save less."""
     best, best_smaller = planned.candidates[0], None
     #: Device-seconds of a step that a layout on fewer nodes must save.
     limit = 0.99 * best.seconds * space.num_devices

@@ -52,9 +52,9 @@ from moemesh.trace.memory_profile import (
 # | weights | bytes of the run's dtype; routers never below fp32 |
 # | gradients | 4; 8 in float64 |
 # | masters | 4 if a weight has 2 bytes, else the weight is its own master |
-# | optimizer states | tensors as wide as a gradient: two of AdamW, one or none of SGD |
+# | optimizer states | tensors as wide as a gradient: two of AdamW, one or none of SGD, ... |
 # | weight versions | asynchronous schedule: older versions that it keeps, with biases |
-# | host | plan.offload: masters of all weights, optimizer states, gradients; else none |
+# | host | plan.offload: masters of all trained weights, optimizer states, gradients |
 # | snapshots | if the norm is validated after the update: masters, moments, biases |
 #
 # With plan.offload the device has no masters and no optimizer states. A run that is too short has
