@@ -1,9 +1,9 @@
 """Causal self-attention with rotary positions: grouped-query, and multi-head latent attention.
 
 Legend: B sequences, S positions, T = B*S tokens, H hidden, D head size, R rotated channels of it, V
-size of a value head; P query latent, L key/value latent; of this rank's shard: N query heads, M
-key/value heads, G = N/M query heads per key/value head, A total width of heads; C keys of this
-slice and earlier ones.
+size of a value head; P query latent, L key/value latent, O outputs of a product; of this rank's
+shard: N query heads, M key/value heads, G = N/M query heads per key/value head, A total width of
+heads; C keys of this slice and earlier ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class AttentionBlock(AdaptedModule):
         self, query_BSND: Tensor, key_BSMD: Tensor, value_BSMD: Tensor, context: Context
     ) -> Tensor:
         """Attention [T, A] of rotated queries over the keys of this slice and earlier ones. The
-        heads of a token are contiguous in memory: the reshape does not copy."""
+        heads of a token are contiguous in memory, so that the reshape does not copy, unless
+        :func:`~moemesh.model.attention_core.attention` has padded the values."""
         visible = context.visible.within(self.window) if self.window else context.visible
         key_BMCD, value_BMCD = context.slices.extend(
             self.layer, key_BSMD.transpose(1, 2), value_BSMD.transpose(1, 2)
@@ -59,7 +60,8 @@ class AttentionBlock(AdaptedModule):
 
 class Projected(NamedTuple):
     """``qkv_TA``: queries, keys and values, packed as in ``Attention.qkv``; ``squares_T2``: sums of
-    squares over all query heads and over all key heads of a token, for a norm over heads."""
+    squares over all query heads and over all key heads of a token, for a norm over heads (None
+    without one)."""
 
     qkv_TA: Tensor
     squares_T2: Tensor | None
@@ -108,7 +110,7 @@ class Attention(AttentionBlock):
         return torch.stack([part.to(wide).square().sum((1, 2, 3)) for part in (query, key)], dim=1)
 
     def core(self, projected: Projected, context: Context) -> Tensor:
-        """The part between the two projections: norms, rotary positions, attention."""
+        """The part between the two projections: norms, clamping, rotary positions, attention."""
         config, qkv_TA = self.config, projected.qkv_TA
         # view() infers no -1 in an empty microbatch: the number of heads follows from the width.
         size = self.num_groups + 2, config.head_dim
@@ -180,8 +182,8 @@ class LatentAttention(AttentionBlock):
         down_TL = plus(linear(x_TH, self.weight("key_value_down")), self.key_value_down_bias)
         latent_TL, key_TR = down_TL.split([latent, rotary], dim=1)
         latent_TL = self.key_value_latent_norm(latent_TL)
-        # Ranks gather latents, not the residual stream: they are narrower, and each token is
-        # projected on one rank only.
+        # Ranks gather latents, which are narrower than the residual stream, and each token is
+        # projected to them on one rank only. Uncompressed queries need the stream itself.
         if config.q_lora_rank:
             query_TP = plus(linear(x_TH, self.weight("query_down")), self.query_down_bias)
             sizes = [config.q_lora_rank, latent, rotary]

@@ -3,9 +3,9 @@
 Legend: B sequences, S queries and C keys of this rank, N query heads, M key/value heads, D head
 size (that of values may differ).
 
-A :class:`~moemesh.model.visibility.Visibility` defines the keys that each query sees. They are
-computed in tiles, without tiles that no query sees, or in one call if CUDA has a kernel for
-documents and windows.
+A :class:`~moemesh.model.visibility.Visibility` defines the keys that each query sees. One call of a
+kernel computes whole causal sequences and a last query alone (both without sinks), and on CUDA
+documents and windows; the rest is computed in tiles, without tiles that no query sees.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def attention_with_lse(
     qkv: Qkv, attention_pass: AttentionPass, sinks_N: Tensor | None = None
 ) -> Partial:
     """:func:`attention` by `attention_pass`, and the log-sum-exp [B, N, S] of the logits, sinks
-    included, in fp32 or fp64, without gradient. A query without a key (and a sink) has the output 0
-    and the log-sum-exp -inf."""
+    included, in fp32 or fp64, without gradient. A query without a key has the output 0, and without
+    a sink the log-sum-exp -inf."""
     return Partial(*_Attention.apply(*qkv, sinks_N, attention_pass))
 
 
@@ -152,7 +152,8 @@ class _Attention(torch.autograd.Function):
             keys_lse_BNS = lse_BNS
             lse_BNS = torch.logaddexp(keys_lse_BNS, sinks_N.to(keys_lse_BNS.dtype)[:, None])
             y_BNSD = y_BNSD * torch.exp(keys_lse_BNS - lse_BNS)[..., None]
-        # The heads of a token are contiguous: the output projection reads them without a copy.
+        # The heads of a token are contiguous: unless values were padded, the output projection
+        # reads them without a copy.
         y_BNSD = y_BNSD.transpose(1, 2).to(query_BNSD.dtype).contiguous().transpose(1, 2)
         ctx.save_for_backward(*qkv, sinks_N, y_BNSD, lse_BNS)
         ctx.attention_pass = attention_pass

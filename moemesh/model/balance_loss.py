@@ -131,7 +131,7 @@ def _keys(experts_TK: Tensor, scope_T: Tensor, num_experts: int) -> Tensor:
 
 
 def _sum_by_scope(probabilities_TE: Tensor, scope_T: Tensor, num_scopes: int) -> Tensor:
-    """Probabilities [T, E] (0 for padding) added up in each scope, [Q, E]."""
+    """Probabilities [T, E], or squares [T, 1] (0 for padding), added up in each scope [Q, ...]."""
     if probabilities_TE.device.type != "cpu":
         # On a GPU the atomic additions of index_add have another order in every call.
         is_in_QT = scope_T == torch.arange(num_scopes, device=scope_T.device)[:, None]

@@ -1,4 +1,8 @@
-"""The input of a forward: the tokens of a microbatch with their global ids and masks."""
+"""The input of a forward: the tokens of a microbatch with their global ids and masks.
+
+Legend: B sequences, S positions of each in the batch, L positions of a whole sequence, T = B S
+tokens (in :class:`Context` those of this rank), K experts of a token, R rotated channels.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +73,8 @@ class Batch:
     on_host: Batch | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """A copy of this CPU batch on `device`, not waited for; its ``on_host`` is this batch."""
+        """A copy of this CPU batch on `device`, not waited for; its ``on_host`` is this batch. On a
+        CPU this batch itself; ``experts`` and ``whole`` are not copied."""
         if device.type == "cpu":
             return self
         tensors = {
@@ -177,7 +182,7 @@ class Context:
 
     The residual stream holds the rows ``local_T`` of the flattened B*S tokens (all of them on one
     device, a tensor-parallel shard otherwise); ``sequence_T``, ``position_T``, ``valid_T`` and
-    ``token_ids_T`` describe those rows, as do ``experts`` and ``slices`` (see :class:`Batch`).
+    ``token_ids_T`` describe those rows, as does ``experts``; ``slices``: see :class:`Batch`.
     ``visible``: the keys that each query sees, those of earlier slices included. ``tables`` of
     rotary positions [S, 1, R], or [B, S, 1, R] if positions restart in documents; None without
     attention. ``length``: positions of a whole sequence. ``flow``: recomputation and cuts of the

@@ -1,4 +1,7 @@
-"""Routing faults: logits that are not finite, named by layer, token and expert."""
+"""Routing faults, named by layer, token and expert: logits that are not finite, false choices.
+
+Legend: L layers, T tokens of this rank, E experts, K slots per token.
+"""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def initialize(
 ) -> None:
     """Allocate and initialize every parameter of `model`, in place.
 
-    Norms are ones, biases and the factors B of adapters zeros. The router stays in fp32 in a
-    bfloat16 model; its selection bias is fp32 in every run. `is_packed`: whether a parameter is
+    Norms are ones, biases, the factors B of adapters and buffers zeros. The router stays in fp32 in
+    a bfloat16 model; its selection bias is fp32 in every run. `is_packed`: whether a parameter is
     held in NF4, by its name.
     """
     for name, parameter in list(model.named_parameters()):

@@ -1,4 +1,4 @@
-"""The router: scores, choice and weights, in fp32 whatever the model's dtype.
+"""The router: scores, choice and weights, in fp32 (fp64 in a float64 model).
 
     logits -> scores -> choice -> weights -> capacity
 
@@ -189,14 +189,15 @@ JITTER_STREAM = 3
 class Routing(NamedTuple):
     """The experts of each token in one layer and microbatch.
 
-    ``weights_TK`` fp32 with gradient, 0 without an expert; ``experts_TK`` int64 logical ids,
-    -1 = none; ``probabilities_TE`` fp32, rows summing to 1 (0 for padding), for balance losses;
-    ``logits_TE`` fp32; ``preferred_TK`` the plain top-k of the scores, without bias, groups,
-    balancing or capacity, which the balance loss counts (DeepSeek-V3, arXiv:2412.19437, eq. 18);
-    ``num_dropped`` the number of choices whose expert was full (None: capacity is unlimited), and
-    ``fault`` the code of the first logit that is not finite (:mod:`moemesh.model.faults`), both
-    int64 scalars of this rank's tokens. ``is_complete``: the host knows, without a wait for the
-    device, that ``experts_TK`` has no -1.
+    Floating numbers are fp32, or fp64 in a float64 model. ``weights_TK`` with gradient, 0 without
+    an expert; ``experts_TK`` int64 logical ids, -1 = none; ``probabilities_TE``, rows summing to 1
+    (0 for padding), for balance losses; ``logits_TE``; ``preferred_TK`` the plain top-k of the
+    scores, without bias, groups, balancing or capacity, which the balance loss counts (DeepSeek-V3,
+    arXiv:2412.19437, eq. 18), or the chosen experts if no such loss is computed; ``num_dropped``
+    the number of choices whose expert was full (None: no capacity was applied), and ``fault`` the
+    code of the first logit that is not finite (:mod:`moemesh.model.faults`), both int64 scalars of
+    this rank's tokens. ``is_complete``: the host knows, without a wait for the device, that
+    ``experts_TK`` has no -1.
     """
 
     weights_TK: Tensor
@@ -265,7 +266,8 @@ class Router(nn.Module):
         return routing
 
     def logits(self, x_TH: Tensor) -> Tensor:
-        """[T, E], fp32 (fp64 in a float64 model)."""
+        """[T, E], fp32 (fp64 in a float64 model); with ``router_dtype = "model"`` rounded to the
+        model's dtype first."""
         weight_EH = self.weight
         if self.config.router_dtype == "model":
             logits_TE = F.linear(x_TH, weight_EH.to(x_TH.dtype)).to(weight_EH.dtype)
@@ -302,7 +304,8 @@ class Router(nn.Module):
 
 @torch.no_grad()
 def move_bias_(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
-    """Raise the bias of experts with fewer tokens than the mean by `rate`, lower the others'."""
+    """Raise the bias of experts with fewer tokens than the mean by `rate`, lower that of experts
+    with more; then subtract the mean of the biases."""
     if not rate:
         return
     counts = counts_E.double()

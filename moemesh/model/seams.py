@@ -6,13 +6,14 @@
 | :class:`Vocabulary` | how an embedding and a loss work with sharded vocabulary rows |
 | :class:`Tokens` | which tokens of a microbatch a rank holds, and sums over other ranks |
 | :class:`KeyValues` | how queries read the keys and values of other positions |
-| :class:`SliceState` | KV cache and partial losses between slices (TeraPipe) |
+| :class:`SliceState` | KV cache and partial losses between slices (TeraPipe, generation) |
 | :class:`Memory` | which activations are kept for the backward |
 | :class:`WeightGate` | when the weights of a unit are present |
 | :class:`Flow` | whether a forward is a recomputation, and whether its graph is cut |
 
 The dispatcher is the seam of the experts (:mod:`moemesh.model.dispatcher`). The model calls these
-objects, and has no code for ranks; `parallel/` derives other classes and sets their instances.
+objects, and has no code for ranks; `parallel/` derives other classes and sets their instances, as
+does generation for its cache of keys and values.
 
 Legend: H hidden, V vocabulary, B sequences, S positions of a slice, C positions so far, D head
 size, Q scopes of the auxiliary losses, E experts; of this rank: T tokens of the residual stream, A
@@ -124,9 +125,9 @@ class ScopeSums(NamedTuple):
 
 
 class SliceState:
-    """State carried between the slices of a sequence (TeraPipe): KV cache and partial sums of the
-    auxiliary losses. Each slice has a forward; `layer` is the global index. `is_last`: no slice of
-    these sequences follows."""
+    """State carried between the slices of a sequence (TeraPipe, generation): KV cache and partial
+    sums of the auxiliary losses. Each slice has a forward; `layer` is the global index. `is_last`:
+    no slice of these sequences follows."""
 
     is_last: bool = True
     #: Cache of transformers' modelling code, used in place of :meth:`extend`.

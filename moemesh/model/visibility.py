@@ -27,9 +27,9 @@ class Visibility:
     """The keys that each query sees. ``queries``, ``keys``: runs of positions on this rank.
     ``window``: a query sees the last `window` positions, its own included (None: all).
     ``starts_BL``: first position of the document of each position of the whole sequence (int64;
-    None: a sequence is one document). ``length``: positions of a whole sequence, if several ranks
-    share it. ``host_starts_BL``: ``starts_BL`` on the CPU, if the caller has it: tiles are chosen
-    there, and a copy would wait for the device."""
+    None: a sequence is one document). ``length``: positions of a whole sequence, which several
+    ranks may share. ``host_starts_BL``: ``starts_BL`` on the CPU, if the caller has it: tiles are
+    chosen there, and a copy would wait for the device."""
 
     queries: Runs
     keys: Runs
@@ -73,7 +73,7 @@ class Visibility:
         return replace(self, queries=queries, keys=keys)
 
     def within(self, window: int) -> Visibility:
-        """The same rules with a window of at most `window` positions."""
+        """The same rules with the window `window` in place of another."""
         narrowed = replace(self, window=window)
         narrowed.__dict__["_documents"] = self._documents  # all layers share them
         return narrowed
