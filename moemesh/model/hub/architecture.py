@@ -2,6 +2,8 @@
 
 As a program it takes a ``config.json`` from its standard input and prints the record in one line;
 exit code 2, with the problem in that line, where the model cannot be trained.
+
+Legend: B sequences, S positions, T tokens, H hidden, K slots per token.
 """
 
 from __future__ import annotations
@@ -283,9 +285,9 @@ class _FirstLayer(Exception):
 def _layer_output(
     model: PreTrainedModel, first: nn.Module, results: list[Any]
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """A value of `Architecture.layer_output`; () if layers return different tensors, or tensors
-    whose other sizes grow with the length. `results`: those of all layers; `first`: the first
-    layer."""
+    """A value of `Architecture.layer_output`; () if layers return different tensors, anything but
+    tensors [1, length, ...], or tensors whose other sizes grow with the length. `results`: those of
+    all layers; `first`: the first layer."""
 
     def leave(*inputs: Any) -> None:
         raise _FirstLayer(inputs[-1])
@@ -316,7 +318,7 @@ def _layer_output(
 
 def _tensors(result: Any, length: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Dtype and sizes after [B, S] of each tensor of a layer's `result`; () if it is not a tensor
-    [1, length, ...] or a sequence of them."""
+    [1, length, ...], nor a tuple or list of them."""
     leaves = list(result) if isinstance(result, (tuple, list)) else [result]
     if not all(isinstance(leaf, Tensor) and leaf.shape[:2] == (1, length) for leaf in leaves):
         return ()

@@ -96,7 +96,7 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
     """The model of a parsed ``config.json``, or of its text part if that has a class of its own.
 
     Raises ConfigError for a family that the installed transformers does not have, for one without a
-    language model, and for quantized weights.
+    language model, for quantized weights, and for a value that the family's class refuses.
     """
     kind = str(values.get("model_type") or "")
     installed = transformers.__version__
@@ -188,8 +188,8 @@ def allocate(
     is_packed: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Allocate this rank's part of every parameter, as zeros, and all buffers with their values.
-    Parameters that transformers keeps in float32 stay in it; those of other ranks stay on the meta
-    device. `is_packed`: whether a parameter is held in NF4, by its name."""
+    Parameters that transformers keeps in float32 stay in it in a bfloat16 model; those of other
+    ranks stay on the meta device. `is_packed`: whether a parameter is held in NF4, by its name."""
     parameters: dict[nn.Parameter, nn.Parameter] = {}
     owners = {"": model}
     for prefix, module in list(model.named_modules()):

@@ -10,6 +10,9 @@ of one query and one key. Where the code calls torch's fused attention, bytes of
 are counted, and d has only scores that the code computes by itself. Experts compute T x K rows in
 one product, for any routing. Bytes of plain SwiGLU experts are not counted: our own experts replace
 them.
+
+Legend: S positions, T tokens, K slots per token, R = T K rows, H hidden, B sequences, N heads, D
+head size.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def count_costs(model: PreTrainedModel, wide: PreTrainedModel, layers: str) -> d
 
     Lists by decoder layer: ``flops`` (a), ``flops_per_key`` (b), ``kept_bytes`` (c),
     ``kept_per_key`` (d), ``expert_bytes`` (kept by experts that the family's own code computes),
-    the latter three also of `wide` (``wide_...``). ``ends``: FLOPs of a token outside of layers.
+    the last three also of `wide` (``wide_...``). ``ends``: FLOPs of a token outside of layers.
     """
     short = LENGTHS[0]
     (flops, end), (long_flops, long_end) = (_flops(model, layers, length) for length in LENGTHS)
@@ -254,8 +257,9 @@ class _Conditions(TorchFunctionMode):
 
 @contextmanager
 def unpacked_masks() -> Iterator[None]:
-    """Context without transformers' search for packed documents: it reads the values of tensors,
-    which those on the meta device lack."""
+    """Context for tensors on the meta device, which lack values: without transformers' search for
+    packed documents, with conditions that are False (:class:`_Conditions`), and with ``nonzero``
+    that returns every place."""
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     conditions = _Conditions()

@@ -1,12 +1,12 @@
 """The seam of transformers' experts modules: our dispatcher and products in the place of theirs.
 
-Every experts module of transformers looks its forward up by name among `ALL_EXPERTS_FUNCTIONS` and
-calls it: (module, x [T, H], experts [T, K], weights [T, K]) -> [T, H]. :data:`IMPLEMENTATION` is
-the name of our :func:`forward`, which calls the module's `exchange`, or its own eager forward if it
-has none.
+An experts module of transformers' interface looks its forward up by name among
+`ALL_EXPERTS_FUNCTIONS` and calls it: (module, x [T, H], experts [T, K], weights [T, K]) -> [T, H].
+:data:`IMPLEMENTATION` is the name of our :func:`forward`, which calls the module's `exchange`, or
+its own eager forward if it has none.
 
 Legend: T tokens, K slots per token, N source rows, R rows by expert, L experts of this rank, H
-hidden, F expert width, G = 2 F (F without gates), I inputs of a product.
+hidden, F expert width, G = 2 F (F without gates), I inputs and O outputs of a product.
 """
 
 from __future__ import annotations

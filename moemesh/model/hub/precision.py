@@ -17,7 +17,8 @@ _CASTS = ("float", "half", "bfloat16")
 
 
 class Float64(TorchFunctionMode):
-    """Inside, every shorter floating dtype that a call names is replaced by float64."""
+    """Inside, every shorter floating dtype that a call names is replaced by float64, but for
+    ``torch.finfo``; ``type_as`` keeps the dtype of its tensor."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -1,7 +1,7 @@
-"""A small model of the same family: few layers, one of each kind, and small sizes.
+"""A small model of the same family: few layers, at least one of each kind, and small sizes.
 
 A test with it tests the modelling code with the settings of the real model. Its layers are the
-first ones of the real model, up to one of each kind, so that rules by layer index stay valid.
+first ones of the real model, until each kind is among them: rules by layer index stay valid.
 """
 
 from __future__ import annotations
