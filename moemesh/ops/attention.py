@@ -5,9 +5,9 @@ block, D head size. Log-sum-exps (lse) are fp32, or fp64 for fp64 inputs; -inf w
 key.
 
 Attention over many keys is the merge of attention over blocks of them (Milakov & Gimelshein,
-"Online normalizer calculation for softmax", 2018). The gradient of a block needs only the output
-and the log-sum-exp of the *whole* attention (Dao et al., "FlashAttention", 2022), so blocks may be
-computed in any order, on any rank:
+"Online normalizer calculation for softmax", 2018). Of the *whole* attention, the gradient of a
+block needs only the output, its gradient and the log-sum-exp (Dao et al., "FlashAttention", 2022),
+so blocks may be computed in any order, on any rank:
 
     p = exp(scale q k^T - lse)      dv = p^T dy      ds = p (dy v^T - sum(dy y))
 """

@@ -1,9 +1,9 @@
 """SwiGLU, RMSNorm and rotary positions compiled for a CPU: imports numba, so it is imported late.
 
-Arrays are C-contiguous, of float32, or of bfloat16 as uint16 bits: numba compiles each function for
-both. Functions compute in fp32 and round once. A call computes part `part` of `parts` of the rows:
-one call a thread. Compiled code is cached next to this file, or in numba's own folder if this one
-is read-only.
+Arrays are C-contiguous. Activations and tables are float32, or bfloat16 as uint16 bits: numba
+compiles each function for both. Functions compute in fp32 and round once; sums over rows are
+float64. A call computes part `part` of `parts` of the rows: one call a thread. Compiled code is
+cached next to this file, or in numba's own folder if this one is read-only.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 @njit(inline="always", error_model="numpy")
 def _sigmoid(x):
-    """1 / (1 + exp(-x)); relative error below 3e-7."""
+    """1 / (1 + exp(-x)); relative error below 3e-7 from -88 on. Smaller x have the value at -88."""
     t = -x
     t = _LARGEST if t > _LARGEST else t
     t = -_LARGEST if t < -_LARGEST else t

@@ -87,7 +87,7 @@ def exact_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_EP: Tensor) -> T
 
 
 def tree_sum(parts: Iterable[Tensor]) -> Tensor:
-    """Sum of `parts` in a balanced binary tree; holds log2(len(parts)) partial sums."""
+    """Sum of `parts` in a balanced binary tree; holds at most 1 + log2(len(parts)) partial sums."""
     #: Level in the tree and sum of each complete subtree, the largest first.
     stack: list[tuple[int, Tensor]] = []
     for part in parts:

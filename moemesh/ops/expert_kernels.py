@@ -102,8 +102,8 @@ KERNELS: dict[str, KernelPackage] = {
 
 
 def computes(experts: ExpertWeights) -> bool:
-    """Whether the kernels support these experts: plain SwiGLU, all trained, without biases and
-    adapters, not packed."""
+    """Whether the kernels support these experts: plain SwiGLU, without biases, adapters and frozen
+    experts beside trained ones, not packed."""
     is_plain = experts.form == PLAIN and experts.gate_up_bias is None
     is_packed = experts.gate_up.dtype == torch.uint8
     return is_plain and not (experts.adapters or experts.rest or is_packed)

@@ -13,7 +13,8 @@ The Function copies the rows out of their source itself, in forward and backward
 source and h of activation size: neither the copied rows nor the product of gate and up.
 
 It works in blocks of whole experts. On a CPU a block is small enough to stay in the cache from one
-operation to the next; only h, the output and the gradient of the copied rows exist for all rows.
+operation to the next; only h, the output and the gradients of the output and of the copied rows
+exist for all rows.
 
 With `recomputes`, h is not saved: the backward recomputes it, block by block, with the same bits.
 With more rows than `max_rows` it is not saved either, and blocks have at most `max_rows` rows. Both
@@ -121,7 +122,7 @@ class _Anchor(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise NoSecondDerivative
-        if not ctx.calls:  # a queue computes them, or there were no calls
+        if not ctx.calls:  # a queue has them, the calls computed them, or there were no calls
             return (None,) * (1 + ctx.num_weights)
         by_weight = [list(calls) for calls in zip(*ctx.calls, strict=True)]
         ctx.calls.clear()
@@ -275,8 +276,8 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 class _Call(NamedTuple):
-    """Arguments of :func:`expert_mlp` without tensors that may have a gradient: autograd saves
-    those, and frees them."""
+    """Arguments of :func:`expert_mlp` but the source and the router's weights, of activation size:
+    autograd saves those, and frees them."""
 
     experts: ExpertWeights
     rows: RowMap
@@ -309,8 +310,8 @@ def _gate_and_up(
 def expert_mlp_of_few(
     x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: ExpertWeights
 ) -> Tensor:
-    """Sums [T, H] of the weighted outputs of each token's experts, without gradient, for fewer rows
-    than experts: one product for each (token, slot) pair, without sorting."""
+    """Sums [T, H] of the weighted outputs of each token's experts, without gradient, for few rows:
+    one product for each (token, slot) pair, without sorting."""
     ids_R, weights_R = experts_TK.flatten(), weights_TK.flatten()
     numbers = ids_R.tolist()
 
@@ -345,11 +346,12 @@ def expert_mlp(
     """Weighted expert outputs [R, H] of the rows that `rows` copies from `source_NH`.
 
     `weights` (fp32 or fp64) are the router's weights of the rows [R], ``counts_E`` (int64) the rows
-    of each expert; the sum of counts is R. With `slots`, weights are those of tokens and slots
-    [T, K], and the result is the sum of the rows of each token [T, H]. Weight gradients of leaves
-    can be deferred by a queue (:mod:`moemesh.ops.weight_gradient`); `deferred` computes those of
-    several calls at once (:func:`defer`). More rows than `max_rows` are computed in blocks of at
-    most `max_rows`. These are recomputed in the backward, as are all blocks with `recomputes`.
+    of each expert; the sum of counts is R without padding rows. With `slots`, weights are those of
+    tokens and slots [T, K], and the result is the sum of the rows of each token [T, H]. Weight
+    gradients of leaves can be deferred by a queue (:mod:`moemesh.ops.weight_gradient`); `deferred`
+    computes those of several calls at once (:func:`defer`). More rows than `max_rows` are computed
+    in blocks of at most `max_rows`. These are recomputed in the backward, as are all blocks with
+    `recomputes`.
     """
     calls = None if deferred is None else deferred.calls
     call = _Call(experts, rows, counts_E, calls, max_rows, recomputes, slots)

@@ -21,8 +21,9 @@ from moemesh.ops.swiglu import PLAIN, SwigluForm
 
 # Low-rank adapters of stacked experts (Hu et al., 2021): their part of products and of gradients.
 #
-# Legend: B rows grouped by expert, E experts, I inputs, O outputs of a product, P those of the part
-# that an adapter belongs to, R its rank. ``a`` is [E, R, I], ``b`` [E, ..., R] with P in between.
+# Legend: B rows grouped by expert (T: of one expert), E experts, I inputs, O outputs of a product,
+# P those of the part that an adapter belongs to, R its rank. ``a`` is [E, R, I], ``b`` [E, ..., R]
+# with P in between.
 #
 # An expert's delta is never formed: a row costs R (I + P) products forward instead of I P, and
 # twice that backward. The caller passes its own grouped product, rows [B, I] times

@@ -54,7 +54,8 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
-    """`fast` until its first failure, which is logged, then `plain`."""
+    """`fast` until its first failure, which is logged, then `plain`. Errors of the device are
+    raised."""
     failed = False
 
     @functools.wraps(plain)

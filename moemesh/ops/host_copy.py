@@ -2,7 +2,7 @@
 
 A read such as ``tolist()`` makes the host wait for all operations that are queued on the device,
 also for those queued after the number was computed. :class:`HostCopy` starts a copy to pinned
-memory, and waits only for this copy, when its numbers are read.
+memory, and waits only for this copy and what was queued before it, when its numbers are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from moemesh.monitor import progress
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor on `device`, without a wait for work that is queued there."""
+    """A copy of a CPU tensor on `device`, without a wait for work that is queued there; for a CPU
+    the tensor itself."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The matrix product of every dense layer, with a weight gradient that can be deferred.
+"""The matrix product of dense layers, with a weight gradient that can be deferred.
 
 Legend: T tokens, I inputs, O outputs, F width of a SwiGLU (Shazeer, 2020), G = 2 F (gate, then up);
 R rank of an adapter, P outputs of the part of a weight that it belongs to.
@@ -65,7 +65,7 @@ class Adapted(NamedTuple):
     scale: float
 
 
-#: Right factor of :func:`linear`: a weight, or a weight with its adapter.
+#: Right factor of :func:`linear`: a weight, or a weight with its adapters.
 Weight = Tensor | Adapted
 
 

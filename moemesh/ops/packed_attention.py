@@ -55,7 +55,8 @@ def packed_forward(
     *,
     scale: float,
 ) -> Partial:
-    """Attention of each position to the last `window` ones of its document (None: to all)."""
+    """Attention of each position to the last `window` ones of its document up to it (None: to all
+    of these)."""
     batch, value_size = len(qkv[0]), qkv[2].shape[-1]
     inputs = (_end_to_end(x, qkv[0]) for x in qkv)
     rules, options = _rules(within, window, scale)

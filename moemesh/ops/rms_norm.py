@@ -1,7 +1,10 @@
 """RMSNorm over the last dim (Zhang & Sennrich, 2019), each direction in one pass on a CPU.
 
+Legend: H channels, P parts of the rows (one for each thread).
+
 On a CPU torch makes six passes over the numbers, ten in the backward, and saves the normalised
-numbers. The code here, compiled by numba at the first use, makes one, and saves only the input.
+numbers. The code here, compiled by numba at the first use, makes one, and saves only the input and
+the weight; it is used for enough numbers (:func:`moemesh.ops.fusion.is_worth_compiling`).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ _active: SavedForBackward | None = None
 
 
 class Held:
-    """Holds a tensor for the backward; a running measurement counts its storage while this object
-    lives."""
+    """Holds a tensor, for the backward or as long as an operation needs it; a running measurement
+    counts its storage while this object lives."""
 
     def __init__(self, tensor: Tensor, kind: str | None = None) -> None:
         self.tensor = tensor

@@ -98,7 +98,8 @@ def swiglu(h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN) -> Tensor:
 def swiglu_backward(
     grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The recomputed product, the gradients of h and of the weights; overwrites `grad_BF`."""
+    """The recomputed product, the gradients of h and of the weights; may overwrite `grad_BF`: the
+    plain form does on a CPU."""
     if h_BG.device.type != "cpu":
         if form == PLAIN:
             return _fused_plain_backward(grad_BF, h_BG, weights_B)

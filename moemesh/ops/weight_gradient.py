@@ -1,11 +1,11 @@
 """Deferred weight gradients: a queue that splits a backward into its input and weight halves.
 
 Zero-bubble pipelines (Qi et al., 2024) run the input-gradient half `I` of a microbatch at once and
-its weight-gradient half `W` when the pipeline would otherwise idle. Every matrix product of this
-library calls :func:`weight_gradient` for its weight's gradient: usually it is computed at once;
-inside a :class:`WeightGradientQueue` it is stored as a closure that holds only what `W` needs.
-Where no backward will run in a queue (:attr:`Deferral.is_possible`) autograd computes it, without
-any Python.
+its weight-gradient half `W` when the pipeline would otherwise idle. The matrix products of
+:mod:`moemesh.ops` call :func:`weight_gradient` for their weights' gradients, those of experts for
+each stack: usually it is computed at once; inside a :class:`WeightGradientQueue` it is stored as a
+closure that holds only what `W` needs. Where no backward will run in a queue
+(:attr:`Deferral.is_possible`) autograd computes it, without any Python.
 """
 
 from __future__ import annotations
