@@ -3,10 +3,10 @@
 A :class:`Schedule` is a value. It holds no times and no communication: times come from the
 simulator's costs or the executor's clock, messages follow from where stages live.
 
-Kinds of operation, for one microbatch on one stage: ``F`` forward, ``B`` full backward, ``I`` its
-input-gradient half, ``W`` its weight-gradient half. A microbatch on a stage has one ``F`` and
-either one ``B``, or one ``I`` and later one ``W``. (The Zero Bubble papers write "B" for our
-``I``, DualPipe writes "B" for our ``B``.)
+Kinds of operation, for one microbatch (or a slice of it) on one stage: ``F`` forward, ``B`` full
+backward, ``I`` its input-gradient half, ``W`` its weight-gradient half. It has one ``F`` and either
+one ``B``, or one ``I`` and later one ``W``. (The Zero Bubble papers write "B" for our ``I``,
+DualPipe writes "B" for our ``B``.)
 """
 
 from __future__ import annotations

@@ -86,10 +86,10 @@ def ampnet(
     """The orders that the policy takes when operations last `cost(op)` and messages `latency`.
 
     `max_in_flight` microbatches are in flight at once (p by default), each rank updates after every
-    `window` local backwards and a backward uses the newest weights; forwards cost 1 and backwards
-    2 unless `cost` is given. Stage r on rank r. One copy of the weights, a version lag of at
-    most ceil((max_in_flight-1)/window), at most `max_in_flight` microbatches per rank. Raises
-    ValueError unless max_in_flight >= 1, window >= 1, and no cost or latency is negative.
+    `window` local backwards and a backward uses the newest weights; forwards cost 1 and backwards 2
+    unless `cost` is given. Stage r on rank r. One copy of the weights, a version lag of at most
+    ceil((max_in_flight-1)/window), at most `max_in_flight` microbatches per rank. Raises ValueError
+    unless max_in_flight >= 1, window >= 1, and costs and latency are finite and not negative.
 
     >>> print(draw(simulate(ampnet(3, 5)).timeline))
     rank 0: F0 F1 F2 .  .  .  .  B0--- F3 B1--- F4 B2--- .  B3--- .  B4---

@@ -250,7 +250,7 @@ def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: lis
     memory_cap = None if cap is None else _number("--memory-cap", cap, problems)
     if problems:
         raise UserError("\n".join(problems))
-    # Imported late: it loads numpy, which nothing else here needs.
+    # Imported late: only a search needs it.
     from moemesh.schedule.search import search
 
     searched = search(
@@ -298,7 +298,7 @@ def read(path: Path, request: ScheduleRequest) -> Schedule:
 
 
 def _costs(request: ScheduleRequest, problems: list[str]) -> tuple[Costs, float]:
-    """The costs and M_w / M_a; an unreadable value is added to `problems` and takes its default."""
+    """The costs and M_w / M_a; an unreadable value is added to `problems` and becomes 1."""
     block = None if request.block is None else _number("--block", request.block, problems)
     held = _number("--weight-memory", request.weight_memory, problems)
     if held > 1:

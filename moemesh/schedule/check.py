@@ -175,7 +175,8 @@ def check(
     weight_memory: Amount = 1,
     post_validation: bool = False,
 ) -> CheckReport:
-    """Prove the six points. Raises :class:`ScheduleError` with every finding.
+    """Prove the six points. Raises :class:`ScheduleError` with every finding; points 4 to 6 are
+    checked only if the others hold.
 
     `activation` and `weight_memory` are M_a and M_w, see :func:`peak_memory`. `post_validation`
     also requires that no rank, before its first backward, depends on an operation of another rank
@@ -293,7 +294,7 @@ def _completeness(schedule: Schedule) -> Iterable[ScheduleFault]:
 
 
 def _order(schedule: Schedule) -> Iterable[ScheduleFault]:
-    """Order on each rank, between the operations of one stage and microbatch."""
+    """Faults of order between operations of one rank that depend on one another."""
     for rank, entries in enumerate(schedule.orders):
         first: dict[Op, int] = {}
         for index, entry in enumerate(entries):

@@ -21,7 +21,7 @@ Cost = float | Sequence[float] | Callable[[Op], float]
 #: A cost bound to a schedule: a list over stages, or a function of the operation.
 OpCosts = list[float] | Callable[[Op], float]
 
-#: Seconds of a message: a number, a list over the boundaries (item s between stage s and s + 1,
+#: Time of a message: a number, a list over the boundaries (item s between stage s and s + 1,
 #: both ways), or a function of producer and consumer. The cost is never divided: v chunks send v
 #: times the messages, each of the same size.
 MessageCost = float | Sequence[float] | Callable[[Op, Op], float]
@@ -36,7 +36,7 @@ class Costs:
     the sum of its operations; other blocks always cost their sum). `message` is the time from the
     end of the producer until the consumer on another rank may start; with the transport "link" of
     the simulator `message_size` / `bandwidth` comes on top. Negative or infinite costs raise
-    ValueError when they are bound to a schedule.
+    ValueError when they are bound to a schedule, those of functions when they are called.
     """
 
     forward: Cost = 1

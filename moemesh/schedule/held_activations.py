@@ -33,9 +33,9 @@ class HeldActivations(NamedTuple):
 def peak_memory(
     schedule: Schedule, *, activation: Amount = 1, weight_memory: Amount = 1
 ) -> tuple[HeldActivations, ...]:
-    """Peaks of every rank, for M_a = `activation` and M_w = `weight_memory`. The default M_w = M_a
-    never underestimates: nothing is given back before the weight gradient. Raises ValueError for
-    lists of another length than the stages, and for amounts below 0."""
+    """Peaks of every rank, for M_a = `activation` and M_w = `weight_memory`. M_w = M_a, as by
+    default, never underestimates: nothing is given back before the weight gradient. Raises
+    ValueError for lists of another length than the stages, and for amounts below 0."""
     whole, kept, parts = amounts(schedule, activation, weight_memory)
     peaks: list[HeldActivations] = []
     for order in schedule.orders:

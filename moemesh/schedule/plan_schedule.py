@@ -21,10 +21,10 @@ from moemesh.schedule.text import load
 def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -> Schedule:
     """The schedule of one step of a plan: by name, from a file, or searched for its costs.
 
-    It is the same for equal arguments, and is made once per process. `model` and `seq_len` are
-    read only where the plan searches with estimated costs. Raises UserError, with the numbers and
-    the nearest legal ones, for a schedule that does not exist, does not fit the plan, or cannot
-    run.
+    It is cached, and equal for equal arguments unless the file has changed. `seq_len` is read only
+    where the plan searches with estimated costs, `model` there and where a file must fit its tied
+    embeddings or extra prediction layers. Raises UserError, with the numbers and the nearest legal
+    ones, for a schedule that does not exist, does not fit the plan, or cannot run.
     """
     # Frozen pydantic models are hashable, though their types do not declare it.
     if plan.schedule == "search":
@@ -81,7 +81,7 @@ def _of_file(path: Path, plan: Plan, version: tuple[int, ...]) -> Schedule:
 
 @lru_cache(maxsize=8)
 def _searched(plan: Plan, model: ModelConfig | None, seq_len: int) -> Schedule:
-    # Imported late: it loads numpy, which nothing else here needs.
+    # Imported late: only a search needs it.
     from moemesh.schedule.search import search
 
     if plan.schedule_costs != "estimated":

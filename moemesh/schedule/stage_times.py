@@ -37,7 +37,7 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
         inner = weight
         moe_layers = sum(model.is_moe_layer(index) for index in layers[stage])
         if stage == len(layers) - 1:
-            # Only layers are recomputed, not the final norm, the head and the extra layers.
+            # Layers are recomputed, extra ones included, but neither heads nor projections.
             inner -= last_stage_cost(model) - model.num_mtp_layers * layer_costs(model)[-1]
             moe_layers += sum(model.is_moe_layer(index) for index in model.mtp_layers)
         parts = plan.recomputed_parts

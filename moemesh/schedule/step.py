@@ -1,9 +1,9 @@
 """One step of a schedule by its numbers: how long it takes, and how much each rank holds.
 
-All prices of a step come from this module: no other one computes the bubble of a schedule, or the
-microbatches that it keeps in flight. The results are those of :mod:`moemesh.schedule.simulate`
-and of a walk over the orders. A step of many microbatches is not laid out operation by operation.
-Beyond a few more microbatches than ranks a schedule repeats itself, so that
+Prices of layouts take the bubble of a schedule, and the microbatches that it keeps in flight, from
+this module. The results are those of :mod:`moemesh.schedule.simulate` and of a walk over the
+orders. A step of many microbatches is not laid out operation by operation. Beyond a few more
+microbatches than ranks a schedule repeats itself, so that
 
     T(m + u) = T(m) + u x (busiest rank, its messages included)
 

@@ -111,10 +111,10 @@ def _shortest(table: list[list[float]], limit: float, num_slices: int) -> list[i
 def slice_lengths(model: ModelConfig, plan: Plan, seq_len: int) -> tuple[int, ...]:
     """Tokens of each of the plan's slices of a sequence, in order; they add up to `seq_len`.
 
-    Forward plus backward work of n tokens after a context of c on a stage with weights W and L
-    layers of attention width A, in multiply-adds: ``n W + 2 A L n (c + (n + 1) / 2)``. More slices
-    than :data:`MOST_PLACES` are cut evenly. Raises ValueError when there are more slices than
-    tokens.
+    Cost of n tokens after a context of c on a stage with weights W and L layers, whose queries and
+    values have the width A together, in multiply-adds: ``n W + A L n (c + (n + 1) / 2)``. More
+    slices than :data:`MOST_PLACES` are cut evenly. Raises ValueError when there are more slices
+    than tokens.
     """
     num_slices = plan.num_slices
     if num_slices > MOST_PLACES:

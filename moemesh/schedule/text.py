@@ -97,7 +97,8 @@ class _Line(NamedTuple):
 
 
 def to_text(schedule: Schedule) -> str:
-    """The text form; :func:`from_text` gives an equal schedule back.
+    """The text form; :func:`from_text` gives an equal schedule back, but with
+    ``first_trained_stage`` 0, which the form does not have.
 
     Raises ValueError unless every parameter's name is a word (letters, digits, underscores).
     """

@@ -12,7 +12,8 @@ two_versions   max(k // window - 1, 0)             its forward's   every window 
 newest         newest                              newest          every window backwards   1
 =============  ==================================  ==============  =======================  ========
 
-Under ``newest`` at most K microbatches are in flight and updates lag by ceil((K - 1) / window).
+Under ``newest`` at most K microbatches are in flight and updates lag by at most
+ceil((K - 1) / window).
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Orders are built in time (Giffler and Thompson, "Algorithms for Solving Producti
 Problems", doi:10.1287/opre.8.4.487): take the operation that can end first; on its rank, branch
 over every operation that could start before that end. This keeps an optimal order for any objective
 that only grows with the ends. Spans do, since the first starts are fixed. Memory breaks the
-argument only with several stages on a rank: with one, moving its next forward before gradients adds
-memory only where nothing else needs it. A partial order that reaches the counts of another one no
-earlier is dropped.
+argument with several stages on a rank, or weight gradients that hold more than contexts (see
+:func:`applies`): otherwise moving the next forward before gradients adds memory only where nothing
+else needs it. A partial order that reaches the counts of another one no earlier is dropped.
 """
 
 from __future__ import annotations

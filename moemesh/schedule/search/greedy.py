@@ -22,8 +22,9 @@ class GreedyPolicy:
     """Rule by which a rank chooses. At most ``limits[r]`` contexts are live on rank r. `prefer`
     decides between a forward and an input gradient that are both ready; "alternate" takes the kind
     that did not run last. `gap`: while the next input is in flight, a weight gradient runs if the
-    wait is at least that share of its time. `deepest`: among stages of a rank, take the one nearest
-    to the last stage, rather than the first arrival."""
+    wait is at least that share of its time. `deepest`: of the inputs that have arrived, take the
+    forward nearest to the last stage or the input gradient nearest to the first, rather than the
+    first arrival."""
 
     limits: tuple[int, ...]
     prefer: Literal["I", "alternate", "F"]
