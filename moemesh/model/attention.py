@@ -33,7 +33,7 @@ class AttentionBlock(AdaptedModule):
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.layer, self.config = layer, config
-        #: Number of keys that a query sees, its own included; 0: all up to its position.
+        #: Most keys that a query sees, its own included; 0: all up to its position.
         self.window = config.window(layer)
         #: Factor of the scores.
         self.scale = config.attention_scale

@@ -180,13 +180,13 @@ def _shifted(x_BS: Tensor, steps: int) -> Tensor:
 class Context:
     """Shared by the layers of one forward: shapes, positions, and the ids of the local tokens.
 
-    The residual stream holds the rows ``local_T`` of the flattened B*S tokens (all of them on one
-    device, a tensor-parallel shard otherwise); ``sequence_T``, ``position_T``, ``valid_T`` and
-    ``token_ids_T`` describe those rows, as does ``experts``; ``slices``: see :class:`Batch`.
-    ``visible``: the keys that each query sees, those of earlier slices included. ``tables`` of
-    rotary positions [S, 1, R], or [B, S, 1, R] if positions restart in documents; None without
-    attention. ``length``: positions of a whole sequence. ``flow``: recomputation and cuts of the
-    graph.
+    The residual stream holds rows of the flattened B*S tokens, ``local`` of :func:`make_context`
+    (all of them on one device, a tensor-parallel shard otherwise); ``sequence_T``, ``position_T``,
+    ``valid_T`` and ``token_ids_T`` describe those rows, as does ``experts``; ``slices``: see
+    :class:`Batch`. ``visible``: the keys that each query sees, those of earlier slices included.
+    ``tables`` of rotary positions [S, 1, R], or [B, S, 1, R] if positions restart in documents;
+    None without attention. ``length``: positions of a whole sequence. ``flow``: recomputation and
+    cuts of the graph.
     """
 
     num_sequences: int

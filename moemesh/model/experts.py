@@ -27,10 +27,10 @@ class Experts(AdaptedModule):
     adds only the channels of ``down_bias`` from ``column`` on.
 
     ``max_rows`` bounds memory under any routing: more rows are computed in blocks, each recomputed
-    in the backward instead of kept. This is slower, but a rank that gets the rows of all others
-    never allocates more than ``max_rows`` x 2 F elements besides the rows it received. None:
-    unbounded. ``recomputes``: only rows and their weights are kept for the backward, which
-    recomputes the rest.
+    in the backward instead of kept. This is slower, but numbers of the experts' width then exist
+    for at most ``max_rows`` rows, also on a rank that gets the rows of all others. None: unbounded.
+    ``recomputes``: only rows and their weights are kept for the backward, which recomputes the
+    rest.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ class Output(NamedTuple):
     """Results of a forward of a part.
 
     ``x_TH``: the residual stream after its last layer, None after the head. ``losses_T``: negative
-    log-likelihood (nats) of all tokens of the microbatch, None before the head; ``ahead_losses``:
+    log-likelihood (nats) of all tokens of the batch, None before the head; ``ahead_losses``:
     the same of each extra prediction layer. ``aux``: this rank's part of the auxiliary losses,
     summed over the part's layers and scopes. ``sums``: if one loss is for all layers, its sums over
     the layers so far (:func:`moemesh.model.balance_loss.auxiliary_sums`); None after the head.

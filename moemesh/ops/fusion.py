@@ -85,8 +85,8 @@ MOST_THREADS = 8
 
 
 def is_worth_compiling(x: Tensor, tensors: int = 1) -> bool:
-    """Whether numba's code is faster on `x` than torch's operations: on a CPU, for enough numbers.
-    `tensors`: number of operands of the function that `x` contains."""
+    """Whether numba's code is faster on `x` than torch's operations: on a CPU, for enough numbers
+    of fp32 or bfloat16. `tensors`: number of operands of the function that `x` contains."""
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.bfloat16, torch.float32)

@@ -63,10 +63,10 @@ class Schedule(Shown):
     """The operations of every rank and their order.
 
     ``placement[pipe][stage]`` is the rank of a stage, ``orders[rank]`` that rank's entries,
-    ``num_microbatches[pipe]`` how many enter each pipe in a step, `num_slices` into how many
-    pieces a sequence is cut (1 = whole). `update` is None for a synchronous schedule: all
-    gradients belong to one version of the weights. `parameters` are the generator's arguments that
-    no other field shows, for display. Backwards end at `first_trained_stage`: in the stages before
+    ``num_microbatches[pipe]`` how many enter each pipe in a step, `num_slices` into how many pieces
+    a sequence is cut (1 = whole). `update` is None for a synchronous schedule: all gradients belong
+    to one version of the weights. `parameters` are the generator's arguments that no other field
+    shows, for display and the digest. Backwards end at `first_trained_stage`: in the stages before
     it nothing trains, and no gradient is sent to them.
     """
 
