@@ -14,8 +14,8 @@ from moemesh.config.schema import SCHEMA_KEY, SECTIONS
 from moemesh.config.toml import format_value
 
 Kind = Literal["free", "layout", "training", "model"]
-#: Keys without effect on the result, by section. The preset is only a name: the model's own fields
-#: count.
+#: Keys without effect on the result but rounding (compile, device, experts) and the step at which a
+#: run ends (patience), by section. The preset is only a name: the model's own fields count.
 _FREE = {
     "model": ("preset",),
     "data": ("bad_record_share", "cache"),
@@ -42,7 +42,7 @@ TRAINING = frozenset(
     }
 )
 
-#: Kind of every other key, by section.
+#: Kind of the other keys, by section, unless :func:`kind_of` names them.
 _KIND_OF: dict[str, Kind] = {
     "plan": "layout",
     "model": "model",
@@ -72,7 +72,7 @@ def compare(old: str, new: str) -> list[Change]:
     free: no effect on the result. layout: the same result from other ranks. training: another
     course of training. model: another model, which the saved tensors do not fit. A key that is not
     in a text, as in one of an older version, has its default. Raises UserError if a text is not
-    TOML.
+    TOML, ValueError if :func:`parse_toml` refuses it for its depth.
     """
     try:
         before, after = flat(parse_toml(old)), flat(parse_toml(new))
@@ -98,7 +98,7 @@ def compare(old: str, new: str) -> list[Change]:
 
 
 def kind_of(key: str, before: dict[str, object], after: dict[str, object]) -> Kind:
-    """The class of a change of `key` between two flat tables of keys."""
+    """The kind of a change of `key` between two flat tables of keys."""
     old, new = before.get(key), after.get(key)
     if key in FREE:
         return "free"

@@ -105,7 +105,7 @@ class OwnRun(Section):
     features: dict[str, float]
 
 
-# Ranges that detect a wrong unit: a smaller rate was meant in GB/s or TFLOP/s, a larger latency in
+# Ranges that detect a wrong unit: a smaller rate was meant in GB/s, a larger latency in
 # microseconds.
 _Rate = Annotated[float, Range(1e5)]
 _Latency = Annotated[float, Range(0.0, 1.0, open_high=True)]
@@ -210,7 +210,7 @@ class Cluster(Section):
 
 
 def _shown(value: object) -> str:
-    """Six significant digits for a measured number, everything else as it is."""
+    """Six significant digits for a number that is not whole, everything else with all digits."""
     if isinstance(value, tuple):
         items = cast("tuple[object, ...]", value)
         return "[" + ", ".join(_shown(item) for item in items) + "]"
@@ -284,7 +284,8 @@ def cluster_of_device(device: Accelerator, num_devices: int | None = None) -> Cl
 
 def _cluster_of_devices(source: str) -> Cluster:
     """The cluster of "8xH100", "4 x dgx_h100" or "2xp5.48xlarge". Raises ConfigError for a text
-    that names neither a device, nor a preset, nor a cloud's machine type."""
+    that names neither a device, nor a preset, nor a cloud's machine type, and for devices that do
+    not fill nodes."""
     from moemesh.config.devices import (
         ACCELERATORS,
         MACHINES,

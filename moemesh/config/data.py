@@ -24,7 +24,7 @@ NUM_BYTES = 256
 
 
 def loss_unit(tokenizer: object) -> str:
-    """The unit of losses with `tokenizer`, whose ids are tokens, or with "bytes" bytes."""
+    """The unit of losses with `tokenizer`: its ids are tokens, those of "bytes" are bytes."""
     return "nats a byte" if tokenizer == "bytes" else "nats a token"
 
 

@@ -1,4 +1,4 @@
-"""Accelerators and their nodes: data-sheet numbers, the basis of every prediction."""
+"""Accelerators and their nodes: data-sheet numbers, for clusters that are given by device."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ ACCELERATORS: dict[str, Accelerator] = {
 
 
 def _named(name: str) -> str:
-    """Pattern of a device's name in a description: any separators, not inside a longer name. An x
-    may precede it, as in "8xH100"."""
+    """Pattern of a device's name in a description: with or without one separator between its parts,
+    not inside a longer name. An x may precede it, as in "8xH100"."""
     words = "[ _-]?".join(re.findall(r"[A-Za-z]+|\d+", name))
     if alias := _TABLE["device"].get(name, {}).get("alias"):
         words += f"|{alias}"
@@ -139,9 +139,10 @@ _NODE_RATE = re.compile(r"(?<![-\w(x×])((?:1|2|4|8|16|32)00) ?(GB/s|G(?:b(?:it|
 def accelerator_of(text: str) -> Accelerator | None:
     """The device and network of a free description ("A100-80G 4x100G RoCE per node").
 
-    Reads the device, its memory, ``NVL<n>`` nodes, bidirectional NVLink in brackets ("(400GB/s)"),
-    and network rates for several cards ("8x200G"), a whole node ("1600G", "200G HDR") or each
-    device ("400G per GPU"); without a device a cloud's machine type. None for an unknown device.
+    Reads the device, its memory and the rate of that ("4.8TB/s"), ``NVL<n>`` nodes, bidirectional
+    NVLink in brackets ("(400GB/s)"), and network rates for several cards ("8x200G"), a whole node
+    ("1600G", "200G HDR") or each device ("400G per GPU"); without a device a cloud's machine type.
+    None for an unknown device.
     """
     matches = [
         (match.start(), -match.end(), name)

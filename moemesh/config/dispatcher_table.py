@@ -81,7 +81,7 @@ class DispatcherRow:
     sums_exactly: bool = True
     #: Whether dispatched rows pass through `DispatcherSite.codec`, for `payload = fp8`.
     encodes: bool = False
-    #: Whether the planner predicts its bytes; `auto` and `moemesh dispatch` compare only such ones.
+    #: Whether the planner predicts its bytes; `moemesh dispatch` shows only such ones.
     is_predicted: bool = True
     #: Dispatcher of rows beyond the slots.
     fallback: str = ""

@@ -18,7 +18,7 @@ from moemesh.config.toml import format_value
 
 Launcher = Literal["local", "torchrun", "slurm", "k8s", "sky"]
 
-#: Default file name of each launcher.
+#: Default file name of each launcher that reads a file.
 FILES: dict[Launcher, str] = {
     "torchrun": "torchrun.sh",
     "slurm": "job.sbatch",
@@ -110,7 +110,7 @@ class ClusterJob:
         return " ".join(map(_word, ("moemesh", *self.arguments)))
 
     def text(self, launcher: Launcher) -> str:
-        """The file for `launcher`, from its template in ``presets/jobs``."""
+        """The file for `launcher` from its template in ``presets/jobs``; "local": the command."""
         if launcher == "local":
             return f"{self.command}\n"
         place = ""  # lines of a script that find this environment, and files by relative paths

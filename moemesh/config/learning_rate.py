@@ -21,7 +21,7 @@ class DecayPosition(NamedTuple):
     """A step after the warm-up. `progress`, `warmup` and `decay` are fractions of the number of
     steps from the end of the warm-up to the last step of the run."""
 
-    #: 0 after the last step of the warm-up, 1 at the last step of the run.
+    #: 0 at the last step of the warm-up, 1 at the last step of the run.
     progress: float
     #: Length of the warm-up.
     warmup: float

@@ -12,9 +12,10 @@ from typing import Any
 
 #: Characters of the longest accepted JSON text; files of runs and models are far below it.
 LARGEST_JSON = 1 << 29
-#: A key of a hundred parts; tomllib's time grows with the square of their number.
+#: A key of more than a hundred parts; tomllib's time grows with the square of their number.
 _LONG_KEY = re.compile(r"""(?<![\w"'.-])(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
-#: Characters that control a terminal (C0, C1), end a line, or change the direction of text.
+#: Characters that control a terminal (C0, C1), end a line, or change the direction of text, except
+#: tabs and line feeds, which text has.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
 )
@@ -47,7 +48,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def visible(text: str) -> str:
-    """`text` with escapes in place of characters that would control a terminal."""
+    """`text` with escapes in place of control characters, except tabs and line feeds."""
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -67,8 +68,9 @@ def few(texts: Iterable[object], most: int) -> str:
 
 
 class VisibleText(TextIOWrapper):
-    """Replacement of `stream` that escapes every control character, since text that a verb prints
-    may come from a file. Verbs write coloured text to `stream` itself (:func:`drawn_on`)."""
+    """Replacement of `stream` that escapes control characters (:func:`visible`), since text that a
+    verb prints may come from a file. Verbs write coloured text to `stream` itself
+    (:func:`drawn_on`)."""
 
     def __init__(self, stream: TextIOWrapper) -> None:
         super().__init__(

@@ -90,7 +90,8 @@ class Resolved:
 
 
 class UnresolvedError(ConfigError):
-    """The problems, and the valid part: `broken` keys have their defaults."""
+    """The problems, and a configuration in which keys of a wrong type have their defaults; `broken`
+    keys of other problems have the given values."""
 
     def __init__(
         self, problems: Iterable[Problem], valid: Resolved, broken: Collection[str]
@@ -110,7 +111,7 @@ def resolve(
     ``model.path``, `run_checks` of valid sections."""
     sources = [
         *(read_file(path) for path in files),
-        # The one place where the configuration reads the environment.
+        # The one place that reads values of the configuration from the environment.
         read_environment(os.environ if environ is None else environ),
         read_overrides(overrides),
     ]

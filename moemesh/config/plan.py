@@ -226,8 +226,8 @@ class Plan(MeshDegrees, Section):
     ) -> list[Problem]:
         """Every rule between degrees, model and batch; an empty list is a legal plan.
 
-        Without a model only the rules among the degrees are checked. Vocabulary, batch, sequence
-        and token counts need not divide anything: shards may be uneven.
+        Rules of a model, a batch or a length that is not given are left out. Vocabulary, batch,
+        sequence and token counts need not divide anything: shards may be uneven.
         """
         ranges = self.range_problems()
         if any(problem.key.removeprefix("plan.") in DEGREES for problem in ranges):
@@ -243,8 +243,8 @@ class Plan(MeshDegrees, Section):
         return ranges + independent(rules, {problem.key for problem in ranges})
 
     def _size_rules(self, seq_len: int | None, global_batch: int | None) -> Iterator[Problem]:
-        """Rules of nodes, servers and shard groups. Sequences and tokens need not divide, but no
-        part may be empty."""
+        """Rules of nodes, servers, shard groups and batches. Sequences and tokens need not divide,
+        but no microbatch may be empty, nor a rank of cp."""
         node, world = self.ranks_per_node, self.world_size
         if node is not None and node >= 1 and world % node:
             name, keys = "ranks_per_node", ("pp", "dp", "cp", "tp")
@@ -274,7 +274,7 @@ class Plan(MeshDegrees, Section):
             yield self.problem("too-large", "cp", message, fix, "data.seq_len")
 
     def _asynchronous_rules(self, model: ModelConfig | None) -> Iterator[Problem]:
-        """Rules of update windows, and of weights that stages share."""
+        """Rules of update windows, of backwards with live weights, and of weights on two stages."""
         window, pp, microbatches = self.update_window or 0, self.pp, self.microbatches
         if window > 0 and self.schedule in WINDOWED_SCHEDULES:
             if microbatches % window:

@@ -120,9 +120,9 @@ DEFAULT_PRESET = "tiny"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunConfig(Shown):
-    """The whole configuration of a run. `model` has the values of the preset, and the adapters of
-    `lora`. `model_path`: the Hugging Face folder whose weights the run starts from, as the user
-    wrote it."""
+    """The whole configuration of a run. `model` has the values of the preset or folder unless
+    others are given, and the adapters of `lora`. `model_path`: the Hugging Face folder whose
+    weights the run starts from, as the user wrote it; of a name of the hub the snapshot."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     plan: Plan = field(default_factory=Plan)
@@ -168,7 +168,8 @@ class RunConfig(Shown):
 
     def check(self, further: Sequence[RunCheck] = ()) -> list[Problem]:
         """Every problem inside the sections and between them; an empty list is a good run. The
-        `further` checks run only if each section is right by itself."""
+        `further` checks run only without problems of adapters, cluster, table of experts, and of
+        every section but [plan] by itself."""
         model = self.model.check()
         problems = model + self.data.check() + self.train.check() + self.lora.check()
         if any(problem.key in ("model.num_layers", "model.num_mtp_layers") for problem in model):

@@ -99,7 +99,8 @@ class ScheduleRow:
     #: its operations to count them.
     holds_form_peak: bool = False
     #: Whether `moemesh plan` proposes it. GPipe takes as long as 1F1B and holds more; the bubble of
-    #: Chimera is larger than that of zero-bubble schedules; TeraPipe has no time model in columns.
+    #: Chimera is larger than that of zero-bubble schedules; TeraPipe has no time model in columns;
+    #: asynchronous schedules change the results.
     is_proposed: bool = False
 
     def rules(self, numbers: Mapping[str, int]) -> list[Condition]:

@@ -12,7 +12,7 @@ from moemesh.config.errors import Problem
 from moemesh.config.shown import Shown
 from moemesh.config.toml import format_value
 
-#: The largest size a 32-bit index can name; beyond it every product overflows somewhere.
+#: The largest number that a signed index of 32 bits can hold.
 LARGEST_SIZE = 2**31 - 1
 
 
@@ -88,7 +88,8 @@ def problem_of(
 
 
 class Section(Shown, BaseModel):
-    """Base of the sections: frozen, no unknown field, no silent conversion, no nan or inf."""
+    """Base of the sections: frozen, no unknown field, no nan or inf, no silent conversion but of
+    lists to tuples, whole numbers to floats, and texts where a field reads them."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -160,7 +161,7 @@ class Section(Shown, BaseModel):
                     end, is_open = legal.high, legal.open_high
                 field = type(self).model_fields[name]
                 default = None if field.is_required() else cast("float | None", field.default)
-                if is_open or isinstance(default, tuple):  # the end itself is not legal
+                if is_open or isinstance(default, tuple):  # the end is not legal, or one of several
                     end = default
                 words, shown = legal.describe(number), str(number)
                 if isinstance(number, int) and abs(number) >= 10**30:

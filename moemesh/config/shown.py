@@ -15,7 +15,7 @@ PICTURES: dict[str, Callable[[Any], str]] = {}
 class Shown:
     """Mixin of objects that users print: a repr of at most 400 characters, and in a notebook a
     table with a picture. `shown`: names of the attributes in both; empty: all fields that differ
-    from their defaults."""
+    from their defaults, and those whose defaults are made by a factory."""
 
     shown: ClassVar[tuple[str, ...]] = ()
 
@@ -48,8 +48,8 @@ def short_repr(thing: object, facts: Mapping[str, object]) -> str:
 
 
 def brief(value: Any, longest: int = LONGEST_FACT) -> str:
-    """The value in at most `longest` characters: an array by its shape, a long collection by its
-    number of items."""
+    """The value in few characters, a text in at most `longest`: an array by its shape, a long
+    collection by its number of items."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if hasattr(value, "dtype") and hasattr(value, "shape"):

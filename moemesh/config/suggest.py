@@ -18,7 +18,7 @@ from moemesh.config.learning_rate import SCHEDULES
 from moemesh.config.names import Names
 from moemesh.config.optimizer_table import OPTIMIZERS
 
-#: Largest number of choices that a message lists.
+#: Largest number of choices that a message lists beside the nearest one.
 _MOST_LISTED = 40
 #: Keys whose names a hint lists, as {KEY}. The tables are read at every use: programs add rows.
 _TABLES: dict[str, Mapping[str, object]] = {
@@ -98,7 +98,8 @@ def _answers() -> dict[str, str]:
 
 
 def same_words(name: str, names: Iterable[str]) -> list[str]:
-    """The `names` that differ from `name` only in the order and spelling of their words."""
+    """The `names` that differ from `name` only in the order and spelling of their words, and in the
+    word "number"."""
     words = _spelled(name)
     return [other for other in names if words and _spelled(other) == words]
 
@@ -152,7 +153,7 @@ def choices_of(annotation: object) -> tuple[str, ...]:
 def close_names(word: str, names: Iterable[str], *, any_number: bool = False) -> list[str]:
     """Up to three names that `word` may be a typing error of, best first; others only if nearly as
     good as the best. A name with another number is another name (gemma4, gemma3), unless
-    `any_number`: then the name with the nearest number comes first."""
+    `any_number`: then, of equally similar names, the one with the nearest number comes first."""
     folded = word.lower().replace("-", "_")
     numbers = _numbers(folded)
     near: dict[str, tuple[float, int]] = {}

@@ -25,7 +25,8 @@ _TOKEN = re.compile(
 
 
 def format_value(value: object) -> str:
-    """`value` as TOML text. Objects without a TOML form have their Python repr."""
+    """`value` as TOML text. Objects without a TOML form have their Python text, huge integers a
+    remark."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -70,7 +71,8 @@ def format_key(key: str) -> str:
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:
-    """The line (from 1) of every key and table header in `text`, which tomllib has accepted."""
+    """The first line (from 1) of every key and table header in `text`, which tomllib has accepted.
+    Keys of tables in one line have none."""
     lines: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
     line, depth = 1, 0  # depth: open brackets of a value

@@ -55,7 +55,7 @@ class TrainConfig(Section):
     decay_shape: Annotated[DecayShape, UsedWith("lr_schedule", DECAYING)] = "linear"
     #: Steps of the warm-up; if not given, the smaller of 20 and a tenth of the steps.
     warmup_steps: Count = 20
-    #: Decay of AdamW's first and second moment.
+    #: Decay of the first and second moment of adamw, and of muon's other parameters.
     adam_betas: tuple[Share, Share] = (0.9, 0.95)
     epsilon: Positive = 1e-8
     weight_decay: NotNegative = 0.1

@@ -1,8 +1,8 @@
-"""Refusals: legal configurations that `moemesh train` cannot run yet, in one table.
+"""Refusals: legal configurations that `moemesh train` cannot run yet, in one module.
 
 `moemesh train` and `config check` report them as problems, the planner lists them with a plan, and
-``plan --trainable`` leaves such plans out. Other refusals depend on the machine alone, such as that
-of a missing kernel.
+``plan --trainable`` leaves such plans out. Other refusals depend on the machine, too, such as that
+of a missing kernel, or on files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moemesh.config.toml import format_value
 
 
 def refusals(config: RunConfig) -> list[Problem]:
-    """Legal settings that `moemesh train` would have to ignore; it refuses them instead."""
+    """Problems of legal settings that `moemesh train` cannot carry out together."""
     problems = [
         *_code_of_transformers(config),
         *_optimizer_states(config),
@@ -276,7 +276,7 @@ def _adapters(config: RunConfig) -> Iterator[Problem]:
     for item in () if architecture is not None else projections(config.model):
         axis, inputs = axes[item.block], item.inputs
         degree = int(getattr(plan, axis))
-        # The other projections are cut by their outputs.
+        # The other projections are cut by their outputs, or not at all.
         is_cut = item.target == "down_proj" or (
             item.target == "o_proj" and plan.attention_exit != "all_to_all"
         )
