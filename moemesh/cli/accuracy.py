@@ -267,7 +267,7 @@ def _factor(width: float) -> str:
 
 
 def report(validation: "Validation") -> str:
-    """Statistics as tables for a terminal, with the worst rows last."""
+    """Statistics as tables for a terminal, the worst rows, and notes on rows."""
     from moemesh.planner.accuracy.published import unclear_batch
     from moemesh.report.document import plural
 
@@ -325,7 +325,8 @@ def _unpriced(validation: "Validation") -> list[str]:
 
 
 def _errors(validation: "Validation", *, by_source: bool = True) -> str:
-    """Table of errors: of each source, of dense and of MoE models, and of memory."""
+    """Table of errors: of dense and of MoE models, and with `by_source` of each source and of
+    memory."""
     kinds = {"dense step time": validation.dense, "MoE step time": validation.moe}
     rows = {**validation.by_source, **kinds, "memory": validation.memory} if by_source else kinds
     return table(

@@ -19,7 +19,7 @@ from moemesh.trace.strict_json import strict_json
 #: Problems with at most this many slots in all layers run without the compiler, whose import takes
 #: longer.
 FEW_SLOTS = 400
-#: Layers with larger loads, or with loads below its inverse, are scaled by a power of two.
+#: Layers whose largest load is above it, or below its inverse, are scaled by a power of two.
 LARGEST_LOAD = 1e290
 #: Most printed layers, and most characters of a layer's experts.
 MOST_LAYERS, MOST_CHARACTERS = 8, 100
@@ -87,7 +87,7 @@ class Placed:
         return balance_of(self.loads_before), balance_of(self.loads_after)
 
     def to_json(self) -> dict[str, Any]:
-        """Object for `--json`, without the loads per GPU, which follow from the rest."""
+        """Object for `--json`, without the loads per GPU, which follow from it and the loads."""
         names = ("physical_to_logical", "logical_to_physical", "replica_count")
         shown: dict[str, Any] = {
             **{name: table.tolist() for name, table in zip(names, self.maps, strict=True)},
@@ -226,7 +226,8 @@ def place(settings: BalanceSettings) -> Placed:
 
 
 def _refuse_without_effect(settings: BalanceSettings) -> None:
-    """Raise BalanceError for options that change nothing: a search's, where none is run."""
+    """Raise BalanceError for options that change nothing: a search's, where none is run, and with
+    `--shares` those of a placement."""
     from moemesh.balance import BalanceError
 
     searched = {"--effort": settings.effort != "quality"}

@@ -394,7 +394,7 @@ def step_parts(breakdown: Mapping[str, float]) -> list[tuple[str, float, float]]
 
 def risk_of_memory(planned: PlannedAnswer) -> str:
     """Sentence on the risk that the first layout runs out of memory, with other software or under
-    the worst routing, and on a safer layout."""
+    the worst routing, and on a safer layout, or on a faster one if the first is safe."""
     first, *others = planned.candidates
     device = planned.cluster.memory_bytes
     high = _size(planned.memory_interval(first).high)
@@ -458,7 +458,7 @@ def published(planned: PlannedAnswer) -> list[str]:
 
 def judged(planned: PlannedAnswer) -> list[str]:
     """Sentences on the memory risk, own and published runs, the layout of fewer nodes with the
-    fewest GPU-hours (if the number of tokens is given), and the certificate."""
+    fewest GPU-hours (if the number of tokens is given), costs, and the certificate."""
     best, cheapest, sentences = planned.candidates[0], planned.cheapest, list[str]()
     if planned.tokens is not None and cheapest is None:
         sentences.append("cheapest: 1, to one percent: fewer nodes save no GPU-hours")

@@ -33,7 +33,8 @@ _SPANS = ("data", "reduce", "optimizer")
 
 
 class Traffic(NamedTuple):
-    """Traffic of one (axis, op, phase) per step: on the busiest rank, and over all ranks.
+    """Traffic of one (axis, op, phase) per step: the largest of a rank for each number, and the
+    bytes that all ranks send.
 
     Bytes as in `moemesh.trace.ledger`; an average over several steps need not be whole.
     """
@@ -108,7 +109,7 @@ def memory_rows(
     predicted: Sequence[MemoryProfile], measured: Sequence[MemoryProfile]
 ) -> list[tuple[str, ...]]:
     """Rows (rank, class, predicted, measured, difference) of all classes with bytes, and of the
-    kinds of activations."""
+    kinds of activations, for ranks with a prediction."""
     expected_by = {profile.rank: profile for profile in predicted}
     rows: list[tuple[str, ...]] = []
     for profile in measured:
@@ -147,7 +148,8 @@ def traffic_by_axis(
 
 
 def step_parts(timeline: Timeline) -> dict[str, float]:
-    """Mean seconds (or ticks) of a rank in each part of its last step; they add up to its span.
+    """Mean seconds (or ticks) of a rank in each part of its last step; they add up to its span
+    unless parts overlap.
 
     "waiting" is the time for messages of other stages: exposed communication of the pipeline, and
     its bubble.
@@ -252,7 +254,8 @@ def large_differences(
     reason_of: Callable[[str, float], str] = lambda part, times: _UNIFORM,
 ) -> list[str]:
     """A sentence on each part whose prediction is wrong by the factor `ratio` or more, with the
-    reason for (part, measured over predicted)."""
+    reason for (part, measured over predicted). Parts below 5 % of the whole, and parts without a
+    prediction, have none."""
     total, sentences = sum(measured.values()), list[str]()
     for part, amount in measured.items():
         expected = predicted.get(part, 0.0)
@@ -313,7 +316,7 @@ def milliseconds(seconds: float) -> str:
 
 def difference(predicted: float, measured: float) -> str:
     """Relative error of the prediction as text, "0 %" if both are equal; for a prediction of more
-    than ten times the measured value, that ratio."""
+    than ten times the measured value, that ratio; "not measured" for a measured value of 0."""
     if predicted == measured:
         return "0 %"
     if measured and predicted > 10 * measured:

@@ -27,7 +27,8 @@ ENOUGH_ROWS, ENOUGH_COLUMNS = 300, 1024
 #: Share of the peak (MFU) below which a reason is given.
 _LOW_MFU = 0.3
 
-#: Axes of gradient sums and of other exchanges that happen once a step.
+#: Axes of gradient sums and of other exchanges that happen once a step (with zero2 and zero3, in
+#: asynchronous schedules, more often).
 GRADIENT_AXES = ("dp_cp", "stage", "edp", "dp", "world")
 #: Number of last steps (or bins of steps) whose loads count as current.
 _LAST_LOADS = 20

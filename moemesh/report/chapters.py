@@ -40,7 +40,7 @@ from moemesh.trace.timeline import COMMUNICATION, MICROSECONDS, Timeline
 _MAX_COMPARED_ROWS = 512
 #: Most boxes in the picture of the last step and in that of its pipeline: they bound the page.
 _MOST_BOXES = 800, 300
-#: Kinds of events that every run has; all others are decisions or problems.
+#: Kinds of events of a run without incidents; all others are decisions or problems.
 _ORDINARY = ("start", "note", "saved", "finished")
 #: Most characters of a text in a table, of a traceback, and of a value of the configuration.
 _MAX_TEXT, _MAX_TRACE, _MAX_VALUE = 400, 16_000, 300
@@ -72,7 +72,7 @@ def failure(report: Mapping[str, object]) -> Chapter:
 
 
 def _words(value: object, depth: int = 0) -> str:
-    """A JSON value as text without brackets."""
+    """A JSON value as text, without brackets down to three levels."""
     if depth < 3 and isinstance(value, dict):
         pairs = cast("dict[str, object]", value).items()
         return ", ".join(
@@ -84,7 +84,7 @@ def _words(value: object, depth: int = 0) -> str:
 
 
 def configuration(run: Run) -> Chapter:
-    """Keys that the user set, and all others in a folded table."""
+    """Keys that differ from the defaults, and all others in a folded table."""
     if not run.config:
         return Chapter(missing="No config.toml.")
     # Keys that differ from the defaults of the model's preset; keys of a model in a folder follow
@@ -308,7 +308,7 @@ _OF_RANK_0 = {
 
 
 def _medians(run: Run) -> list[Table]:
-    """Medians of rank 0 over all steps but the first, which builds caches."""
+    """Medians of rank 0 over the steps of the current plan but the first, which builds caches."""
     of_rank_0 = RunFacts.of(run).medians
     medians = {name: of_rank_0.get(f"{name}seconds") for name in _OF_RANK_0}
     if (step := medians[""]) is None:

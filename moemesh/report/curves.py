@@ -20,7 +20,7 @@ Pictures = tuple[str, str]
 #: Positions on the horizontal axis with their names.
 Marks = Sequence[tuple[float, str]]
 
-#: Buckets of a curve, each with at most four points: more are invisible and enlarge the page.
+#: Buckets of a curve, each with at most five points: more are invisible and enlarge the page.
 _NUM_BUCKETS = 300
 #: Margins and height of a chart in pixels.
 _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 62, 16, 34, 40, 290
@@ -273,7 +273,7 @@ def one_curve(
     rows: Sequence[MetricsRow], name: str, title: str, *, marks: Marks = (), y_label: str = ""
 ) -> Pictures:
     """The key `name` of every row over the steps, from zero; a gradient norm that spans more than a
-    factor of 30 has a log scale. `y_label`: by default the title."""
+    factor of 30 has a log scale instead. `y_label`: by default the title."""
     points = [(row.step, getattr(row, name)) for row in rows]
     finite = [value for _, value in points if math.isfinite(value)]
     log = name == "grad_norm" and bool(finite) and 0 < 30 * min(finite) < max(finite)
@@ -286,7 +286,8 @@ def one_curve(
 
 
 def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
-    """Max over mean of experts and of ranks over the steps: worst layer, and mean of the layers."""
+    """Max over mean over the steps: of experts in the worst layer and as a mean of the layers, of
+    ranks in the worst layer."""
     of_step: defaultdict[int, list[LayerLoads]] = defaultdict(list)
     for load in loads:
         of_step[load.step].append(load)

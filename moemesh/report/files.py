@@ -1,4 +1,4 @@
-"""Atomic writes of pictures and traces to files named by the user."""
+"""Atomic writes of pictures, pages and other texts to files named by the user."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from moemesh.config.errors import UserError
 
 
 def write_texts(contents: Sequence[tuple[Path, str]], *, replaces: bool = False) -> None:
-    """Write each text to its path, each file completely or not at all. Raises UserError before any
-    write if a path cannot be a file, is given twice, or, without `replaces`, is a file of another
-    kind, which the user has written."""
+    """Write each text to its path, each file (not a device) completely or not at all. Raises
+    UserError before any write if a path cannot be a file, is given twice, or, without `replaces`,
+    is a file of another kind, which the user has written."""
     paths = [path.resolve() for path, _ in contents]
     for path, content in contents:
         if paths.count(path.resolve()) > 1 and (path.is_file() or not path.exists()):

@@ -1,7 +1,8 @@
 """Shared parts of all pictures: colours, numbers, ticks, and the accessible frame of a figure.
 
 A figure is a self-contained SVG text with a title and a description, the same bytes for the same
-data. Colours have a contrast of at least 4.5:1 on white (WCAG 2 AA for text; graphics need 3:1). A
+data. `INK`, `MUTED` and `PALETTE` have a contrast of at least 4.5:1 on white (WCAG 2 AA for text;
+graphics need 3:1). A
 page in the dark scheme replaces them by those of `DARK`.
 """
 
@@ -35,7 +36,7 @@ COLOURS: tuple[str, ...] = tuple(light for light, _ in PALETTE)
 #: Background of a page in the dark scheme.
 DARK_GROUND = "#12161d"
 #: Replacements of colours in the dark scheme: a contrast of at least 4.5:1 for text and graphics,
-#: and for `ON_DARK` on the replaced colour of its area.
+#: lines of the grid and idle areas excepted, and for `ON_DARK` on the replaced colour of its area.
 DARK: dict[str, str] = {
     INK: "#e8ebf0",
     MUTED: "#b3bcc9",

@@ -24,8 +24,8 @@ _WAITING = "#e3b1b1"
 _MIXED = "#8b95a3"
 _MEMORY = "#6d5a9c"
 _COMMUNICATION = "#c2347f"
-#: Colours in the dark scheme, see :data:`moemesh.report.svg.DARK`: of kinds with white text, and of
-#: their tints, which stay distinct from them.
+#: Colours in the dark scheme, see :data:`moemesh.report.svg.DARK`: of kinds with white text, of
+#: their tints, which stay distinct from them, of waits and of memory.
 DARK: dict[str, str] = {
     KINDS["F"]: "#7fb4f0",
     KINDS["I"]: "#ff9f6b",

@@ -150,7 +150,7 @@ class View:
             self.validation = row.step, row.validation_loss
 
     def restart(self) -> None:
-        """Forget the added rows, after the file was truncated."""
+        """Forget the added rows, after the file was truncated or a step came again."""
         self.row, self._seconds, self._losses = None, None, Curve()
 
     def line(self) -> str:
@@ -252,7 +252,7 @@ class Watched:
         return any(file.exists() and file.stat().st_size for file in files)
 
     def look(self) -> list[Event]:
-        """Read new rows and events; returns the new events."""
+        """Read new rows and events; returns the new events, and warnings of missing rows."""
         self._read_total()
         events: list[Event] = []
         while True:
@@ -288,7 +288,7 @@ class Watched:
 
     def end(self) -> tuple[bool, str] | None:
         """Whether the run ended without a failure, and a text; None while it is running, by its
-        files."""
+        files, and on its own host by its process."""
         if self._last_kind in _ENDS:
             how = "has finished" if self._last_kind == "finished" else "has been stopped"
             return True, f"the run {how}"

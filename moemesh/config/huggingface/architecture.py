@@ -24,7 +24,7 @@ from moemesh.config.huggingface.keys import real, table, wrong
 from moemesh.config.model import ModelConfig
 from moemesh.config.python import python_command
 
-#: Version of the record: an older one in the cache is discarded and read from the model.
+#: Version of the record: an older one in the cache is left there and not read.
 RECORD_VERSION = 10
 #: Problem codes of our own reading for models that the code of transformers may still run.
 _BEYOND_US = frozenset({"not-available", "unknown-layer", "unknown-model", "missing"})
@@ -50,7 +50,7 @@ def transformers_version() -> str:
 def read_architecture(values: dict[str, Any]) -> Architecture:
     """The architecture of a parsed ``config.json``, from the cache or from transformers.
 
-    Raises ConfigError if transformers is missing, lacks the model, or cannot train it.
+    Raises ConfigError if transformers is missing or too old, lacks the model, or cannot train it.
     """
     return _read(json.dumps(values, sort_keys=True), transformers_version())
 
@@ -58,9 +58,10 @@ def read_architecture(values: dict[str, Any]) -> Architecture:
 def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     """The architecture of a parsed ``config.json`` that our own reading refuses with `error`.
 
-    Raises `error` itself if the weights are quantized, or if it names wrong values of a family that
-    we read. If transformers cannot build the model either, raises the problems of both readings. If
-    transformers is missing, raises that problem and, from `error`, only an unknown family.
+    Raises `error` itself if the weights are quantized, the file names no family, or `error` names
+    wrong values of a family that we read. If transformers cannot build the model either, raises the
+    problems of both readings. If transformers is missing, raises that problem and, from `error`,
+    only an unknown family.
     """
     is_beyond_us = {problem.code for problem in error.problems} <= _BEYOND_US
     if not (is_beyond_us and values.get("model_type")) or table(values, "quantization_config"):
@@ -133,7 +134,8 @@ def _read(text: str, installed: str) -> Architecture:
 
 def hub_values(architecture: Architecture) -> dict[str, object]:
     """Keys and values of the section [model] for a model of transformers. As in transformers, the
-    routers have a balance loss, one for all layers, if ``output_router_logits`` is set."""
+    routers have a balance loss, one for all layers, if ``output_router_logits`` and the coefficient
+    are set."""
     layers, values = architecture.routed_layers, architecture.values
     keys: dict[str, object] = {
         "implementation": "transformers",

@@ -1,7 +1,7 @@
 """The ``config.json`` of one of our models, for a family of transformers that computes the same.
 
-The file has the keys of all families; each family reads its own. A family computes the same model
-if the written ``config.json`` reads back as the same configuration.
+The file has the keys that the family reads, and a few that only others read. A family computes the
+same model if the written ``config.json`` reads back as the same configuration.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def families_for(model: ModelConfig) -> list[str]:
 
 
 def equivalents(model: ModelConfig) -> list[ModelConfig]:
-    """`model`, and models that compute the same from rearranged weights: RoPE's pairs (i, i + F) as
-    (2i, 2i + 1) or back, and a selection bias of zero."""
+    """`model`, and models that compute the same from rearranged weights: RoPE's pairs (i, i + half)
+    as (2i, 2i + 1) or back, and a selection bias of zero."""
     models = [model]
     # A norm over the channels of a head has weights that would have to move, too.
     if model.attention == "gqa" and not model.qk_norm and not model.lora.rank:
@@ -79,7 +79,8 @@ def differences(
     model: ModelConfig, kind: str, values: Mapping[str, object] | None = None
 ) -> dict[str, tuple[object, object]]:
     """Key -> (value in `model`, other value) for each difference between `model` and what is read
-    back after it was written as one of the family `kind`; or the model with the keys `values`."""
+    back after it was written as one of the family `kind`; or the model with the keys `values`.
+    A key with which the file cannot be read has the pair (None, the message)."""
     try:
         values = model_values(config_json(model, kind)) if values is None else values
     except ConfigError as error:

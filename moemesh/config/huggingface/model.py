@@ -105,7 +105,7 @@ class Quantization(NamedTuple):
 def quantization_of(config: Config) -> Quantization | None:
     """The format of the weights; None if they are not quantized.
 
-    Raises ConfigError with the name of an unreadable format.
+    Raises ConfigError for an unreadable format, and for fp8 without blocks.
     """
     given = table(config, _QUANTIZATION)
     if not given:
@@ -144,7 +144,7 @@ def trained_families() -> dict[str, Any]:
 
 
 def family_of(config: Config) -> str:
-    """The row of `trained.toml` for a ``config.json``. Raises ConfigError without one."""
+    """Name of the row of `trained.toml` for a ``config.json``. Raises ConfigError without one."""
     kind = str(config.get("model_type") or "")
     same = {other: name for name, others in known_families()["same"].items() for other in others}
     family = same.get(kind, kind)

@@ -156,8 +156,9 @@ def _listed(config: Config) -> tuple[int, ...] | None:
 
 
 def first_dense(config: Config) -> dict[str, Any]:
-    """The first `first_k_dense_replace` layers are dense. Of the others, every `moe_layer_freq`-th
-    has experts; or this key is a list with a flag for each layer."""
+    """The first `first_k_dense_replace` layers are dense. Of the others, those whose numbers
+    are multiples of `moe_layer_freq` have experts; or this key is a list with a flag for each
+    layer, or `mlp_layer_types` names the kind of each."""
     if (listed := _listed(config)) is not None:
         return {"moe_layers": listed}
     layers, frequency = num_layers(config), config.get("moe_layer_freq")
@@ -170,7 +171,8 @@ def first_dense(config: Config) -> dict[str, Any]:
 
 
 def sparse_step(config: Config) -> dict[str, Any]:
-    """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
+    """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`; or
+    `mlp_layer_types` names the kind of each."""
     step, dense = _interval(config, "decoder_sparse_step"), set(indices(config, "mlp_only_layers"))
     if (listed := _listed(config)) is not None:
         return {"moe_layers": listed}
@@ -229,7 +231,8 @@ def llama4(config: Config) -> dict[str, Any]:
 
 
 def ernie(config: Config) -> dict[str, Any]:
-    """Every `moe_layer_interval`-th layer from the start index to the end index has experts."""
+    """Layers from the start to the end index have experts if their number, from 1, is a multiple of
+    `moe_layer_interval`; or `mlp_layer_types` names the kind of each."""
     if (listed := _listed(config)) is not None:
         return {"moe_layers": listed}
     layers, step = num_layers(config), _interval(config, "moe_layer_interval")
@@ -252,7 +255,7 @@ def hunyuan(config: Config) -> dict[str, Any]:
 
 
 def minimax_m2(config: Config) -> dict[str, Any]:
-    """MiniMax-M2: the norm of queries and keys is over all heads."""
+    """MiniMax-M2: the norm of queries and keys is over all heads, unless `qk_norm_type` differs."""
     per_layer = config.get("qk_norm_type", "per_layer") == "per_layer"
     norm = "full" if per_layer else "head"
     return experts_in_mlp_key(config) | {
@@ -466,7 +469,7 @@ def read_sizes(config: Config) -> Sizes:
     """The sizes in a parsed ``config.json``.
 
     Only the text part of a multimodal model is read, with a note in `notes`. Raises ConfigError
-    with every key that is missing or means layers without a formula.
+    with the first key that is missing, or with every key that means layers without a formula.
     """
     notes: tuple[str, ...] = ()
     if any(isinstance(config.get(part), Mapping) for part in ("vision_config", "audio_config")):
