@@ -184,10 +184,11 @@ def print_answer(
 def load(
     config: Path | None, overrides: list[str] | None, *, with_data: bool = False
 ) -> "Resolved":
-    """The configuration of a file and of --set. Its notes are printed to stderr, by one rank only.
+    """The configuration of a file and of --set. Its notes are printed to stderr, under torchrun
+    by rank 0 only.
 
     A rank of our launcher reads the configuration that the launcher has resolved. Raises
-    ConfigError with every problem; `with_data` includes problems of the data.
+    ConfigError with every problem, with `with_data` SeveralErrors if the data has problems, too.
     """
     from moemesh.comm.slurm import rank_of
     from moemesh.config.load import Resolved, UnresolvedError

@@ -80,8 +80,8 @@ class TrainConfig(Section):
     checkpoint_async: bool = True
     #: Steps between migrations of experts to other ranks, by their recent loads; 0: none.
     rebalance_every: Count = 0
-    #: Steps between log lines; 0: a line after a minute, 50 steps or a quarter of the run,
-    #: whichever comes first.
+    #: Steps between log lines, besides those of the first and the last step; 0: a line after a
+    #: minute, 50 steps or a quarter of the run, whichever comes first.
     log_every: Count = 0
     #: Programs that get the rows of metrics besides metrics.jsonl.
     sinks: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
@@ -96,7 +96,8 @@ class TrainConfig(Section):
     #: Reaction to a step with a non-finite loss or gradient, which no rank applies: continue
     #: without it, return to the newest checkpoint and skip the data since, or stop.
     on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
-    #: Largest number of consecutive skipped steps, and of returns to one checkpoint.
+    #: Number of consecutive non-finite steps that ends a run; largest number of consecutive spikes
+    #: that are skipped, and of returns to one checkpoint.
     max_skips: Size = 5
     #: Largest size of one replay bundle of a non-finite step; 0: none is written.
     bundle_gib: NotNegative = 8.0
@@ -105,7 +106,8 @@ class TrainConfig(Section):
     spike_sigma: NotNegative = 7.0
     #: Reaction to a spike: an event, a step without update, or a rollback as with `on_nonfinite`.
     on_spike: Literal["alarm", "skip", "rollback"] = "alarm"
-    #: Steps between comparisons of the copies of weights on different ranks; 0 compares none.
+    #: Steps between comparisons of the copies of weights on different ranks, besides those before
+    #: each checkpoint; 0 compares none.
     vote_every: Count = 100
     #: When copies differ: stop, or take the copy that most ranks hold.
     on_mismatch: Literal["stop", "majority"] = "stop"

@@ -51,7 +51,8 @@ class Evidence:
 
     @property
     def seconds(self) -> float | None:
-        """Median time of a step under the current plan without its first step."""
+        """Median time of a step under the current plan, without its first step unless it has no
+        other."""
         return self.of_run.medians.get("seconds")
 
     def fact(self, name: str) -> float | None:

@@ -35,7 +35,8 @@ class RunFacts:
     `last`: row of the newest step; `progress`: "30 of 160" steps. `validation` and `lowest`: (step,
     loss) of the newest and of the lowest validation loss. `end_loss`: mean training loss of the
     last tenth of the steps, at most 100 (the loss of one step is noisy).
-    `medians`: field of a row -> median over the steps of the current plan without the first;
+    `medians`: field of a row -> median over the steps of the current plan without the first,
+    unless it is the only one;
     `totals`: field -> sum over all steps. `peak_bytes`: memory of the fullest rank; `sent_bytes`:
     bytes that all ranks send in a step of training. `command`: command line of the newest start.
     `shared_cores`: (ranks, cores) of the first host, if its CPU ranks outnumber its cores.

@@ -21,7 +21,7 @@ Config = Mapping[str, Any]
 
 @cache
 def known_families() -> dict[str, Any]:
-    """Known keys of published configurations: ``presets/huggingface/families.toml``."""
+    """Known families of configurations, and their keys: ``presets/huggingface/families.toml``."""
     return read_preset_table("families", "huggingface")
 
 
