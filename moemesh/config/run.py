@@ -71,7 +71,8 @@ def projections(model: ModelConfig) -> list[Projection]:
     return all_projections
 
 
-#: Target that PEFT has and moemesh lacks -> what it is. PEFT's "all-linear" has the first two.
+#: Target that PEFT has and moemesh lacks -> what it is. PEFT's "all-linear" has shared_expert_gate,
+#: and gate where a family's router is a linear layer.
 _NOT_ADAPTED = {
     "gate": "the router",
     "shared_expert_gate": "the gate of the shared expert",

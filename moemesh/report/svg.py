@@ -146,7 +146,7 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str = GRID, width: 
 
 
 def legend(entries: Iterable[tuple[str, str]], *, left: float, top: float) -> tuple[str, float]:
-    """Coloured squares of (name, colour), wrapped at the figure's width; and their height."""
+    """Coloured squares of (name, colour), wrapped at :data:`WIDTH`; and their height."""
     parts: list[str] = []
     x, y = left, top
     for name, colour in entries:

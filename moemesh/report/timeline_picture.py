@@ -82,7 +82,8 @@ class Rectangle:
 
 
 def boxes_of(records: Sequence[WorkRecord]) -> list[Rectangle]:
-    """Layout of one rank's records: overlapping ones in lanes, equal intervals as one block.
+    """Layout of one rank's records: overlapping ones in lanes, of which the last has all further
+    ones, equal intervals as one block.
 
     `records` in the timeline's order (start, longest first).
     """
