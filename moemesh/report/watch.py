@@ -150,7 +150,7 @@ class View:
             self.validation = row.step, row.validation_loss
 
     def restart(self) -> None:
-        """Forget the added rows, after the file was truncated or a step came again."""
+        """Forget the added rows, after the file was truncated or a step was repeated."""
         self.row, self._seconds, self._losses = None, None, Curve()
 
     def line(self) -> str:
