@@ -1,10 +1,10 @@
 """Collectives as autograd pairs: each names its axis, states its pair, and enters the ledger.
 
 Dim 0 of every tensor counts rows; dtype and further dims are free. A ledger entry has the phase
-"forward" or "backward" of the call. Over an axis of size 1 every function is the identity and
-enters nothing. A rank without rows takes part in the forward and in the backward. A backward runs
-on all ranks or hangs: `x` must require a gradient on all of them or on none, and every rank's loss
-must depend on its output.
+"backward", or "forward", which a scope of the ledger renames ("recompute", ...). Over an axis of
+size 1 the functions on tensors are the identity and enter nothing. A rank without rows takes part
+in the forward and in the backward. A backward that communicates runs on all ranks or hangs: `x`
+must require a gradient on all of them or on none, and every rank's loss must depend on its output.
 
 The sum convention (no function averages):
 

@@ -41,8 +41,9 @@ def run_with_consensus(
     """Run ``work()`` on every rank of `mesh`; returns the outcomes of all ranks, in rank order.
 
     `work` may use collectives and returns what is wrong, or None. All ranks call this at the same
-    point with the same `name`. It returns at most 20 s after `timeout_seconds`, whatever `work`
-    does. If a rank raised or hung, the groups of the mesh cannot be used any more.
+    point with the same `name`. On several ranks it returns at most 20 s after `timeout_seconds`,
+    whatever `work` does; on one rank it waits for `work` without a limit. If a rank raised or hung,
+    the groups of the mesh cannot be used any more.
     """
     if mesh.world_size == 1:
         return [_outcome(work)]

@@ -38,8 +38,8 @@ def num_devices() -> int:
 
 
 def resolved(device: Device) -> str:
-    """ "cpu" or "cuda". Auto is never the CPU on a machine with GPUs, unless an empty
-    CUDA_VISIBLE_DEVICES hides them: a run that trains on the CPU by mistake would take days."""
+    """ "cpu" or "cuda". Auto is never the CPU on a machine with GPUs, unless CUDA_VISIBLE_DEVICES
+    hides all of them (empty or -1): a run that trains on the CPU by mistake would take days."""
     if device != "auto":
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
@@ -124,9 +124,9 @@ def agree(
     *,
     shares: bool = False,
 ) -> None:
-    """Raises DeviceError if this rank's device cannot be in a group with those of the others: CPU
-    and CUDA, two compute capabilities, or (unless `shares`) one GPU for two ranks. Every rank calls
-    it; `store` carries what they compare."""
+    """Raises DeviceError if this rank's device cannot be in a group with that of rank 0 (CPU and
+    CUDA, two compute capabilities), or, unless `shares`, if another rank has the same GPU. Every
+    rank calls it; `store` carries what they compare."""
     facts: dict[str, str] = {"type": device.type, "host": gethostname()}
     if device.type == "cuda":
         facts["capability"] = _dotted(torch.cuda.get_device_capability(device))

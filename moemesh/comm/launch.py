@@ -2,7 +2,8 @@
 
 A rank of :func:`launch` is ``python -P -m moemesh`` with the launcher's arguments, so that it takes
 the same code path as a rank of torchrun or srun; `moemesh.monitor.supervisor` starts and watches
-it. Such ranks connect through a file, not a port. Only this module reads the environment.
+it. Such ranks connect through a file, not a port. This module reads the environment of a rank, by
+the rules of :mod:`moemesh.comm.slurm`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from moemesh.trace.machine import die_with_parent, keep_freed_memory, usable_cor
 MODULE = ("moemesh",)
 #: Seconds after which a rank that waits for others prints that, and between two such lines.
 _FIRST_NOTE_SECONDS, _NOTE_SECONDS = 3.0, 30.0
-#: Seconds by which NCCL's timeout exceeds `timeout_seconds`.
+#: Seconds by which the timeout of ranks on GPUs exceeds `timeout_seconds`.
 _WATCHDOG_SECONDS = 60.0
 #: Longest wait in seconds for a watcher's verdict; the watcher needs less to find the cause.
 _VERDICT_SECONDS = 6.0
@@ -84,8 +85,8 @@ class Ranks:
 
 def joined() -> bool:
     """Whether this process was started as a rank, by torchrun, by srun, by an operator or by
-    :func:`launch`; sets torchrun's variables in ``os.environ`` for a rank of srun. Raises RankError
-    for variables that are incomplete or wrong."""
+    :func:`launch`; sets those of torchrun's variables in ``os.environ`` that a rank of srun or of
+    an operator lacks. Raises RankError or SlurmError for variables that are incomplete or wrong."""
     ranks = ranks_of(os.environ)
     os.environ.update(ranks)
     return bool(ranks)
@@ -97,8 +98,8 @@ def num_joined() -> int:
 
 
 def ranks_of_a_node(ranks: Sequence[int]) -> int:
-    """Number of `ranks` on each node: 1 if the nodes' numbers differ or ranks of a node do not
-    follow one another, 0 if all ranks share one node or the launcher sets no LOCAL_WORLD_SIZE."""
+    """Number of `ranks` on each node: 1 if nodes have different numbers of them or ranks of a node
+    do not follow one another, 0 if all share one node or no valid LOCAL_WORLD_SIZE is set."""
     try:
         size = _variable("LOCAL_WORLD_SIZE", 0)
     except RankError:  # a program may create its process group without these variables
@@ -129,7 +130,8 @@ def launched() -> bool:
 
 def attach() -> None:
     """Make the progress, exceptions and stacks of this rank visible to the launcher, and end this
-    process with it. :func:`start` calls it if needed. A no-op for ranks of other launchers."""
+    process with it. :func:`start` calls it if needed. A rank of another launcher only gets a
+    progress record of its own."""
     if progress.is_attached():
         return
     if not launched():
@@ -232,8 +234,9 @@ def start(
     ranks share devices (:func:`shares_devices`).
 
     A process that was not started as a rank is a world of one without a process group. Collectives
-    that take longer than `timeout_seconds` fail. Each rank computes with its share of the cores.
-    While it waits for the others, `stopping` returns the code with which it must exit, or None.
+    that take longer than `timeout_seconds` fail, on GPUs a minute later. Each rank computes with
+    its share of the cores. While it waits for the others, `stopping` returns the code with which it
+    must exit, or None (ranks of :func:`launch` do not call it).
     Raises DeviceError if the requested device does not exist, cannot compute in `dtype`, or does
     not fit those of the other ranks; RankError if the ranks cannot connect.
     """

@@ -27,8 +27,8 @@ from moemesh.config.shown import Shown
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.machine import thread_states
 
-#: Axes besides "world" that get a second group, of gloo, for integers on the CPU: sizes of
-#: exchanges (ep_etp), token counts of a step (dp_cp).
+#: Axes besides "world" that get a second group, of gloo, for numbers on the CPU if their tensors
+#: are on a device: sizes of exchanges (ep_etp), token counts of a step (dp_cp).
 HOST_AXES = ("ep_etp", "dp_cp")
 
 
@@ -155,7 +155,8 @@ class Mesh(Shown):
         ranks of the group call this at the same point, and no others need to.
 
         `layout` defaults to experts over all ranks (ep = dp = size); `device` is as in
-        :meth:`Axis.from_group`. Raises ValueError when the layout has another number of ranks.
+        :meth:`Axis.from_group`. Raises ValueError when the layout has another number of ranks, or a
+        pipeline over a part of the ranks.
         """
         axis = Axis.from_group(group, device=device)
         layout = layout or Layout(dp=axis.size, ep=axis.size)
@@ -217,7 +218,7 @@ class Mesh(Shown):
     def host(self, name: str) -> Axis:
         """The ranks of "world" or of an axis of :data:`HOST_AXES` for exchanges of numbers on the
         CPU: a gloo group besides the group of the axis, so that no host waits for a device. The
-        axis itself if its tensors are on the CPU."""
+        axis itself if its tensors are on the CPU, or if it has one rank."""
         axis = self[name]
         if self._host_groups is None or axis.size == 1:
             return axis

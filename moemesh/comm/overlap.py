@@ -10,6 +10,8 @@ order of their creation, so what overlapped in the forward overlaps in the backw
 order on all ranks.
 
 A :class:`Codec` makes rows smaller for the forward; gradients travel without it.
+
+Legend: T own rows, H width of a row.
 """
 
 from __future__ import annotations

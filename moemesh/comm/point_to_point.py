@@ -72,7 +72,7 @@ def exchange(
 ) -> list[PendingWork]:
     """Start all `sends` (tensor, destination index) and `receives` (tensor, source index) at once;
     the caller waits for every returned work. On NCCL this is the only safe way when two ranks send
-    to each other."""
+    to each other in one process group."""
     if any(staged.is_staged(x, axis) for x, _ in (*sends, *receives)):
         keys: dict[str, Any] = {"phase": phase, "caller": caller, "tag": tag}
         works = [start_send(x, axis, index, **keys) for x, index in sends]

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from moemesh.config.errors import UserError
 from moemesh.monitor.devices import FOLDER_VARIABLE
 
-#: MASTER_PORT follows from the numbers of job and step: 64 steps of each of 355 successive jobs
-#: have different ports, from 10,000 on, below those that Linux gives to outgoing connections.
+#: A default MASTER_PORT follows from the numbers of job and step: 64 steps of each of 355
+#: successive jobs have different ports, from 10,000 on, below those that Linux gives to outgoing
+#: connections.
 FIRST_PORT, NUM_JOBS, NUM_STEPS = 10_000, 355, 64
 #: Variables of which any one marks a process as a rank.
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -28,7 +29,8 @@ def ranks_of(environment: Mapping[str, str]) -> dict[str, str]:
     launcher have no address.
 
     A rank without LOCAL_RANK and LOCAL_WORLD_SIZE is the only one of its node. Raises RankError for
-    variables that are missing or impossible, and for a process of mpirun without them.
+    variables that are missing or impossible, and for one of several processes of mpirun without
+    them; SlurmError as :func:`ranks_of_slurm` does.
     """
     if slurm := ranks_of_slurm(environment):
         return slurm
@@ -114,7 +116,7 @@ def ranks_of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_of(environment: Mapping[str, str]) -> int:
-    """The rank in `environment`, of any launcher; 0 without one (:func:`ranks_of`)."""
+    """The rank in `environment`, of any launcher of :func:`ranks_of`; 0 without one."""
     is_task = int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1
     rank = environment.get("RANK") or (environment.get("SLURM_PROCID", "0") if is_task else "0")
     return int(rank) if rank.isdecimal() else 0

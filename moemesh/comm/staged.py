@@ -1,8 +1,8 @@
 """Operations of torch.distributed, through the host where gloo carries tensors of a device.
 
-gloo sums and broadcasts tensors of a device, but neither sends them nor exchanges them. Ranks that
-share a GPU have no other backend: NCCL refuses two ranks on one device. This module copies such
-tensors to the host and back; on every other axis a call is torch's own.
+gloo neither sends nor exchanges tensors of a device. Ranks that share a GPU have no other backend:
+NCCL refuses two ranks on one device. For all its operations this module copies such tensors to the
+host and back; on every other axis a call is torch's own.
 """
 
 from __future__ import annotations

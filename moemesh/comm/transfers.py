@@ -4,12 +4,14 @@
 flow (optimizer states, checkpoints). dim 0 of every tensor is rows; `phase` and `caller` go to the
 ledger. Over an axis of size 1 everything is the identity and nothing is entered.
 
-What differs from torch's own operations, and why (measured on gloo, 4 ranks, 32 MiB):
+NCCL's own operations are used on NCCL; uneven all_gathers and reduce_scatters, and sums in a tree,
+are built on its all_to_all.
+What differs from torch's own on gloo, and why (measured with 4 ranks, 32 MiB):
 
 * reduce_scatter is an all-to-all and a local sum in rank order: 0.65 of the time of gloo's own, the
   same bits every time, uneven blocks, and sums of bf16 and fp16 kept in fp32 until the end.
 * all_gather is n-1 sends and receives straight into the result: 0.7 of the time of gloo's own,
-  uneven blocks, no copies.
+  uneven blocks, no copies but that of the own block.
 * all_to_all is n-1 receives, then n-1 sends. gloo's own posts each send before its receive: a rank
   that comes late then fills the connection with its rows before it announces that it is ready to
   receive, and the two directions of a slow link take turns (docs/results/dispatch.md). For small
@@ -40,8 +42,8 @@ from moemesh.trace.wire import WireBytes
 # All-gather and all-to-all from single messages, so that both directions of a link are used.
 
 
-# Tags of the messages inside all_gather and all_to_all: no receive of a pipeline on the same group
-# can match them. Messages of one tag between two ranks arrive in the order they were started.
+# Tags of the messages inside all_gather and all_to_all, which no other messages on the group of an
+# axis have. Messages of one tag between two ranks arrive in the order they were started.
 _GATHER_TAG = 7401
 _EXCHANGE_TAG = 7402
 #: First tag that is free for exchanges that number themselves.
@@ -309,8 +311,9 @@ def exchange_start(
     *,
     tag: int,
 ) -> Work | None:
-    """all_to_all into a preallocated tensor; the caller records it in the ledger. Exchanges of
-    different `tag` (below 2^20) may be started in any order, by any thread."""
+    """all_to_all into a preallocated tensor; the caller records it in the ledger. On gloo exchanges
+    of different `tag` (at most 2^20) may be started in any order, by any thread; NCCL has no tags:
+    all ranks must start them in one order."""
     if axis.size == 1:
         into.copy_(x)
         return None
