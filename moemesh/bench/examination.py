@@ -38,7 +38,7 @@ TORCH_SECONDS = 22.0
 GIB = 1 << 30
 #: Free bytes of a disk below which any run is likely to fail, and below which a large run is.
 DISK_FAIL, DISK_WARN = GIB, 20 * GIB
-#: Docker's default shared memory, in which NCCL fails.
+#: Bytes of shared memory below which NCCL and gloo may fail; Docker's default is 64 MiB.
 SHARED_MEMORY_WARN = 256 << 20
 #: Seconds by which a file server's clock may be off.
 CLOCK_SECONDS = 2.0

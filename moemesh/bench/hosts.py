@@ -6,7 +6,7 @@
 Every host is a namespace of its own with one interface, :data:`INTERFACE`, that leads to a bridge
 in a further namespace; the machine's own network is never touched. Token buckets shape what a host
 sends, and with more than two hosts what it receives. All names carry this process's id, and
-everything is removed at the end, whatever happened.
+everything is removed at the end, also after an error or SIGTERM.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def hosts(num_hosts: int, link: str) -> Generator[list[str]]:
 
 def _shape(name: str, device: str, rate: float) -> None:
     """Limit what `device` of the namespace `name` sends to `rate` bits/s: a token bucket of one
-    millisecond, at least a few packets, and a queue that never drops a packet. Packets larger than
-    the bucket are cut on the way, which costs time on the processor."""
+    millisecond, at least a few packets, and a queue of 64 MiB, so that it drops none in practice.
+    Packets larger than the bucket are cut on the way, which costs time on the processor."""
     bucket = max(16384, int(rate / 8 * 0.001))
     _command(
         *("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf"),
@@ -126,8 +126,8 @@ def run_ranks(
     names: Sequence[str], *, ranks_per_host: int, command: Sequence[str], timeout: float
 ) -> str:
     """Run `command` as ``len(names) * ranks_per_host`` ranks; returns what rank 0 printed. The
-    ranks get torchrun's variables. Raises HostsError with the end of the stderr of the first rank
-    that failed, or after `timeout` seconds; no rank outlives the call."""
+    ranks get torchrun's variables. Raises HostsError with the end of the stderr of the lowest rank
+    that has failed, or after `timeout` seconds; no rank outlives the call."""
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="moemesh-hosts-") as folder:
         try:

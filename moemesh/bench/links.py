@@ -31,7 +31,7 @@ from moemesh.config.python import python_command
 from moemesh.config.suggest import divisors
 from moemesh.trace.machine import keep_freed_memory, physical_bytes
 
-#: A benchmark that takes longer is stopped.
+#: Longest time of a benchmark on emulated hosts; elsewhere of one collective.
 TIMEOUT_SECONDS = 1200.0
 
 
@@ -226,7 +226,8 @@ def measure_device(device: torch.device, ranks_per_node: int, rounds: int) -> di
     its bytes of memory.
 
     A product of [M, K] and [K, N] is taken to run at peak / ((1 + r 64/M) (1 + n 64/N)
-    (1 + n 64/K)), as the planner's time model has it: three measured shapes give the peak, r and n.
+    (1 + n 64/K)), as the planner's time model has it: three shapes in bfloat16 give its peak, r and
+    n, with which the peaks of other dtypes follow from their rates.
     All ranks measure at the same time, as they compute in training: on a machine that they share,
     each gets its part.
     """

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from moemesh.config.errors import UserError
 
-#: Collectives of `bench links`.
+#: Operations of `bench links`: collectives, and messages between two ranks.
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -22,7 +22,8 @@ def described(kinds: dict[str, str]) -> str:
 
 
 def names_in(text: str, known: dict[str, str] | tuple[str, ...], what: str) -> tuple[str, ...]:
-    """The names of `text` ("W0,W3" or "all"). Raises BenchError with the meaning of each name."""
+    """The names of `text` ("W0,W3" or "all"). Raises BenchError with the known names, and with
+    their meanings where `known` has them."""
     names = tuple(known) if text == "all" else tuple(text.split(","))
     for name in names:
         if name not in known:
@@ -108,7 +109,7 @@ class HostSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class LinksSettings(HostSettings):
-    """Collectives: `sizes` of the full tensor in bytes."""
+    """Measurements of operations on tensors of these `sizes`, in bytes of the full tensor."""
 
     ranks: Annotated[int, "Ranks at hand."] = 4
     sizes: Annotated[str, "Bytes of the full tensor, with commas; k, m, g."] = "1k,8k,64k,512k,4m"
