@@ -16,9 +16,9 @@ reduce-scatter leaves out the rows that no local expert computed: each owner der
 receive from the routing.
 
 The number of rows of local experts depends on the routing: the host waits for its accelerator to
-read it. If there are at most `spare_rows` pairs (A * K), the host does not wait: all pairs get
-rows, those of other ranks' experts as padding at the end, which is not computed, and the combine is
-dense.
+read it. If there are at most `spare_rows` pairs (A * K) and the form may be dense, the host of an
+accelerator does not wait: all pairs get rows, those of other ranks' experts as padding at the end,
+which is not computed, and the combine is dense.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class AllGatherPlan:
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Static shapes and no exchange of per-expert counts; pays when ep is small or K is large."""
+    """A gather whose size does not depend on the routing, without an exchange of per-expert counts;
+    pays when ep is small or K is large."""
 
     def __init__(
         self,

@@ -70,7 +70,8 @@ class AllToAllPlan:
 
 
 class AllToAllDispatcher(Dispatcher):
-    """The reference dispatcher: exact for any load, K(EP-1)/EP rows per token on the wire."""
+    """The reference dispatcher: exact for any load; under uniform routing K(EP-1)/EP rows per token
+    on the wire."""
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""The dispatcher of every MoE layer of a plan: chosen, built and tested at start."""
+"""The dispatcher of every MoE layer of a plan: chosen, built and tested at start.
+
+Legend: R rows at the experts, H hidden.
+"""
 
 from __future__ import annotations
 

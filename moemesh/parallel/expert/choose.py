@@ -3,8 +3,9 @@
 Rows that a rank sends in one direction under uniform routing, and rows that it copies, are those of
 :mod:`moemesh.sharding.dispatchers`. MoE layers are timed as dispatch and combine, forward and
 backward: four directions. The copy from received rows into the experts is equal for all dispatchers
-and left out. Costs of a link and of a copied byte are measured on the real groups, once, at start,
-by all ranks at once, since ranks of one machine share its memory and cores.
+and left out. Costs of a link and of a copied byte are measured on the real groups, once, at start
+(of a `MoELayer`: at its first forward), by all ranks at once, since ranks of one machine share its
+memory and cores.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class DeepEPError(UserError):
 def connect(ep: Axis, hidden: int) -> Any:
     """A `deep_ep.Buffer` over the ranks of `ep` for rows of `hidden` bfloat16; one for all layers.
     All ranks call this at the same point, and :meth:`DeepEPDispatcher.close` at the end. Raises
-    DeepEPError when the package has no such buffer."""
+    DeepEPError when the package has no such buffer, or none for this number of ranks."""
     probe = available()
     if probe.interface != "v1" or ep.group is None:
         raise DeepEPError(str(probe) if probe.missing else "deepep needs ep > 1")

@@ -3,7 +3,8 @@
 Sums on the experts' rank depend on which experts share it, hence on ep and on the dispatcher. With
 this combine all K weighted rows of a token return to its owner, which adds them in ascending expert
 id, in fp32 at least, and casts once; the backward of dispatch does the same. The bits do not depend
-on the ranks that computed or forwarded a row.
+on the ranks that computed or forwarded a row. Under etp a row is first summed over the shards of
+its expert's width: bits depend on etp.
 
 Legend: N rows received; R rows at the experts, ordered by (expert, owner, token); E (L) experts
 (local ones); P ranks of ep; O owners, the ranks of the ep*etp group; T own tokens; K slots per

@@ -288,7 +288,8 @@ class MoELayer(nn.Module):
     DDP and FSDP2 do; "sum" where they are added up (the loss is divided by global counts). The
     gradients of the experts are then right without a reduction over the group: keep them out of
     DDP with :func:`expert_parameters`; FSDP2 passes over them. Replicas (the first dimension of a
-    DeviceMesh of two) still have to be reduced: :meth:`sync_expert_gradients` after each backward.
+    DeviceMesh of two) still have to be reduced: :meth:`sync_expert_gradients` once a step, after
+    its last backward.
 
     The scopes of the auxiliary losses: "sequence" (of x [..., S, H]; the loss is the mean over this
     rank's sequences), "microbatch" (all tokens of this call) and "global" (those of all ranks of
@@ -467,7 +468,8 @@ class MoELayer(nn.Module):
 
         x has the dtype of the experts, or a shorter one (the experts are cast); under autocast x
         and weights are cast to its dtype. The router computes in fp32, or in fp64 with weights of
-        fp64. y has the dtype of the computation. Raises LayerError for another width or dtype.
+        fp64 (with ``router_dtype="model"`` its product has the dtype of the computation, as y).
+        Raises LayerError for another width or dtype.
         """
         if torch.compiler.is_compiling():
             # Rows of an expert and messages are data: a graph cannot hold them.

@@ -10,9 +10,9 @@ ones), O owners (ranks of the ep*etp group), H hidden.
 | dispatch | T x H | N x H | all_to_all of B slots over ep, all_gather(etp) | the way back |
 | combine | N x H | T x H | reduce_scatter(etp), all_to_all of B slots over ep | the way there |
 
-Sizes do not depend on the routing: no counts, no splits, and no exchange of rows waits for the
-host. A header has, for each slot, the local expert of its row (-1: none). An empty slot carries a
-copy of token 0 that is neither read nor computed.
+Sizes do not depend on the routing: no counts and no splits are exchanged. The host waits once for
+a plan, for the flags below and two numbers of rows. A header has, for each slot, the local expert
+of its row (-1: none). An empty slot carries a copy of token 0 that is neither read nor computed.
 
 Bytes that a rank sends, whatever the routing: ``(P-1) * C * row`` over ep for dispatch, for combine
 and for the backward of each, ``(P-1) * (C+1) * 4`` for the headers, ``(P-1) * C`` weights; over etp

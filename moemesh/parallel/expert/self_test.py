@@ -57,7 +57,8 @@ def self_test(
     in the ledger, and counters of the dispatcher stay as they are.
 
     Raises DispatcherError on every rank when any rank saw a difference, raised, or did not come to
-    an end within `timeout_seconds`; the message is that of the first such rank.
+    an end within `timeout_seconds`; the message is that of the first rank that raised or did not
+    end, else of the first that saw a difference.
     """
     # A copy: its counters of plans are about the run, not about this test.
     tested = copy.copy(dispatcher)
