@@ -152,8 +152,8 @@ class HeadShards(KeyValues):
             (value_BMCD, [each.keys for each in shares]),
         )
         query, key, value = self._to_heads(parts, visible.length)
-        # If the query heads of a rank are not whole groups of one key/value head each, every query
-        # head gets a copy of its key/value head.
+        # If the key/value heads of a rank are not read by equally many of its query heads, every
+        # query head gets a copy of its key/value head.
         group = num_heads // num_kv_heads
         if not share.is_even(group):
             reads = [head // group - share.keys.start for head in share.queries]

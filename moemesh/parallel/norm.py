@@ -15,7 +15,7 @@ from moemesh.ops.host_copy import constant
 from moemesh.parallel.placement import OwnRange, Placement, part_of
 from moemesh.sharding.boxes import rows
 
-#: Length of spans of a gradient whose squares are summed in its own dtype.
+#: Length of spans of a gradient whose squares are summed in its own dtype on the CPU.
 _SPAN = 1 << 14
 
 

@@ -21,7 +21,8 @@ from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.sharding.parameters import ParameterTensor, tuned_tensors
 
-# Ownership: the elements of a parameter that a rank updates, counts in the norm, and saves.
+# Ownership: the elements of a parameter that a rank updates. One of the ranks that own an element
+# counts it in the norm and saves it (:meth:`Placement.counts`).
 #
 # Under ``plan.data = replicate`` these are the whole local tensor. With sharded states they are a
 # range of the flattened local tensor, which need not start or end at a row: in the logical tensor
@@ -31,7 +32,7 @@ from moemesh.sharding.parameters import ParameterTensor, tuned_tensors
 @dataclass(frozen=True, kw_only=True)
 class OwnRange:
     """The range `numbers` of a flattened local tensor (row-major) whose states this rank keeps.
-    `is_first`: of the ranks that keep it, this one counts it in the norm and saves it."""
+    `is_first`: this is the first of the ranks of one pipeline rank that keep it."""
 
     numbers: range
     is_first: bool

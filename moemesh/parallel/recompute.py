@@ -3,15 +3,15 @@
 | plan.recompute | kept of a layer | recomputed | communication repeated |
 |---|---|---|---|
 | none | all tensors that autograd saves | nothing | nothing |
-| selective | inputs of matrix products, and most outputs | see below | keys of other cp ranks |
-| full | the residual stream before it | its forward | what enters its blocks, dispatch |
+| selective | inputs of matrix products, and most outputs | see below | heads or keys over cp |
+| full | the residual stream before it | its forward | all but its plans and last exchange |
 
 ``selective`` recomputes
 
 - with ``recompute_attention`` what lies between the two projections of an attention block (norms,
   rotary positions, scaled dot-product attention; Korthikanti et al., "Reducing Activation
-  Recomputation in Large Transformer Models", 2022): keys and values of other ranks of cp are
-  exchanged a second time;
+  Recomputation in Large Transformer Models", 2022): the exchange over cp before that attention is
+  repeated, of keys and values, or of heads (``context = all_to_all``);
 - with ``recompute_experts`` gate and up of the routed experts from their received rows: two of the
   experts' three products with weights are repeated, without any exchange;
 - the product ``silu(gate) * up`` of dense and shared MLPs. (Routed experts never keep theirs.)
@@ -23,6 +23,8 @@ keep the recomputed inputs. Choices of experts, exchanged counts and dispatch pl
 token is routed or counted twice. Exchanges after the last saved tensor are not repeated: the
 combine of a MoE layer, the exit of a dense MLP. The exit of a shared expert is repeated, since it
 comes before the routed experts.
+
+Legend: R rows at the experts, H hidden.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ from moemesh.sharding.context import context_runs, context_sizes
 # X: 2, sums of squares of queries and of keys, for a norm over all heads. Rows that enter have the
 # width H, or that of the latents of MLA. The first two exits shard the output weight over its
 # input (row parallelism); the third keeps it whole on every rank, and its gradient is partial over
-# tp. Per rank and direction the exits send (N-1)/N T H, 2(N-1)/N T H and (N-1)/N^2 T A numbers.
+# tp. A rank sends (N-1)/N T H, 2(N-1)/N T H and (N-1)/N^2 T A numbers in the forward of the exits,
+# and in their backward (N-1)/N T H for the first two.
 
 
 class ReduceScatterBoundary(Boundary):
@@ -60,7 +61,8 @@ class ReduceScatterBoundary(Boundary):
 
 
 class AllReduceBoundary(ReduceScatterBoundary):
-    """All-reduce, then keep this rank's rows: twice a reduce-scatter's bytes. For comparison."""
+    """All-reduce, then keep this rank's rows: twice a reduce-scatter's bytes in the forward, the
+    same in the backward. For comparison."""
 
     def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         caller = f"{self.caller}.leave"
@@ -170,7 +172,8 @@ class ShardedVocabulary(Vocabulary):
 
     def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
         def combine(lse_T: Tensor, logit_T: Tensor) -> tuple[Tensor, Tensor]:
-            """Log-sum-exp [T] over all shards, and logits of targets, each from its one shard."""
+            """Log-sum-exp [T] over all shards, and logits of targets, each from the shard with its
+            row."""
             highest_T = lse_T.clone()
             all_reduce_(highest_T, self.axis, op="max", caller="head.loss", phase="forward")
             sums_2T = torch.stack([torch.exp(lse_T - highest_T), logit_T])

@@ -273,7 +273,7 @@ class ShardedBucket(ReplicatedBucket):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the gradients of this rank's range received from other ranks, while a sum is
-        pending."""
+        pending: on NCCL an upper bound."""
         received = len(self.own) * (self.axis.size - 1)
         return received * self.dtype.itemsize if self._work is not None else 0
 
@@ -471,7 +471,8 @@ class GatheredBucket(ScatteredBucket):
 
 
 class GatheredWeights(WeightGate):
-    """The weights of all units of one rank (ZeRO-3); a unit has a bucket for each parameter class.
+    """The weights of all units of one rank (ZeRO-3); a unit has a bucket for each group of ranks,
+    dtype and state of training (:mod:`moemesh.sharding.buckets`).
 
     Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023: a unit is
     gathered before its forward, freed after it, and gathered a second time for its backward; the

@@ -1,11 +1,11 @@
 """The reducer: gradients are summed over their axis, in buckets, while the backward still runs.
 
-One reducer serves the three parameter classes of `placement.py`, each with its own axis (dp_cp,
-stage, edp). torch's DistributedDataParallel and FSDP2 have one process group per module, divide by
-its size and support neither deferred weight gradients nor fp32 sums of bf16 gradients (docs/log.md
-has the reasons). When the last gradient has filled a bucket, its sum over ranks starts, always in
-the order of the list, which is the same on every rank. Gradients of parameters that two pipeline
-ranks hold (axis ``mirror``) are summed over the pair at the end.
+One reducer serves the parameters of :mod:`moemesh.sharding.parameters`, whose sums have three axes
+(dp_cp, stage, edp). torch's DistributedDataParallel and FSDP2 have one process group per module,
+divide by its size and support neither deferred weight gradients nor fp32 sums of bf16 gradients
+(docs/log.md has the reasons). When the last gradient has filled a bucket, its sum over ranks
+starts, always in the order of the list, which is the same on every rank. Gradients of parameters
+that two pipeline ranks hold (axis ``mirror``) are summed over the pair at the end.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def call_after_gradients(
 
 
 class GradientReducer:
-    """Owns the gradients of all parameters. One step::
+    """Owns the gradients of all parameters that train. One step::
 
     reducer.begin()
     for each microbatch: (if it is the last: reducer.arm(parameters)); loss.backward()
@@ -115,7 +115,7 @@ class GradientReducer:
         #: Buckets of trainable and of frozen parameters.
         self.buckets = [bucket for bucket in all_buckets if bucket.rule.trains]
         self.frozen = [bucket for bucket in all_buckets if not bucket.rule.trains]
-        #: Bucket of each parameter, by `id`: the hash of a tensor is slow Python code of torch.
+        #: Bucket of each parameter that trains, by `id`: the hash of a tensor is slow Python code.
         self._home: dict[int, ReplicatedBucket] = {}
         #: Complete gradients and weights to update that this rank owns, by name.
         self.gradients: dict[str, Tensor] = {}
@@ -260,7 +260,7 @@ class GradientReducer:
             self.units.free_all()
 
     def renew(self) -> None:
-        """Copy all weights to new memory; tensors saved for backward keep the old storage."""
+        """Copy the weights that train to new memory; tensors saved for backward keep the old."""
         for bucket in self.buckets:
             bucket.renew()
 

@@ -1,4 +1,7 @@
-"""The pipeline of one rank: its schedule, its stages, and the executor between them."""
+"""The pipeline of one rank: its schedule, its stages, and the executor between them.
+
+Legend: B sequences, M key/value heads, S positions, D head size.
+"""
 
 from __future__ import annotations
 
@@ -223,7 +226,7 @@ class Pipeline:
             self._form = partial(SlicedProgram, lengths=slice_lengths)
         elif overlap_blocks and any(map(is_overlapped, schedule.orders[self.rank])):
             self._form = SteppedModelProgram
-            # Replica gradients are reduced in a later segment than the home expert's own.
+            # In a cut graph the gradients of replicas would come in a segment after the home's own.
             in_parts = [p for moe in replicated(model) for p in moe.experts.parameters()]
             # Embedding and head are read before and after every extra prediction layer.
             tables = [model.embedding, model.head] if model.config.num_mtp_layers else []

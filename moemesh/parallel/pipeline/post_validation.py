@@ -6,7 +6,8 @@ zero-bubble schedule gains. Instead (P. Qi et al., "Zero Bubble Pipeline Paralle
 optimizer synchronisation) each rank adds its part to the sum of the previous ranks, and decides by
 this partial sum: a sum of squares only grows, so a rank whose partial norm already exceeds the clip
 value defers its update. The whole sum returns during the next warm-up, which consists of forwards
-alone. If it shows that a rank has updated too early, all ranks undo that warm-up and repeat it.
+alone. If the whole step is to be clipped or skipped, ranks that have updated undo that, all update
+by the whole sum (or skip), undo that warm-up, and repeat it.
 
 | step k of rank r | message |
 |---|---|

@@ -3,6 +3,8 @@
 An executor (:mod:`moemesh.parallel.pipeline.executor`) decides when an operation runs; a program
 runs it. The executor moves lists of tensors between stages and keeps a :class:`BackwardState` from
 a forward to its backward.
+
+Legend: B sequences, S positions.
 """
 
 from __future__ import annotations
@@ -127,7 +129,7 @@ class Program(Protocol):
     """Called by an executor, one operation after the other."""
 
     def output_specs(self, op: Op) -> Sequence[TensorSpec]:
-        """The outputs of the forward `op`; its backward receives gradients of the same specs."""
+        """The outputs of the forward `op`; its backward receives gradients of the floating ones."""
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         """Run a stage on the previous stage's outputs (none on the first); `inputs` are leaves."""
@@ -140,7 +142,7 @@ class Program(Protocol):
         """Compute what an ``I`` has left in ``context.pending``."""
 
     def starting(self, op: Op) -> None:
-        """Called before each operation, before its inputs have arrived."""
+        """Called before each operation, after its inputs have arrived."""
 
     def finished(self, op: Op) -> None:
         """Called after each operation, with its outputs in flight."""
@@ -291,9 +293,9 @@ def is_overlapped(entry: Entry) -> bool:
 
 
 class SteppedModelProgram(ModelProgram):
-    """A program whose forwards and backwards may take turns. Both pause only while an exchange is
-    in flight, equally often on all ranks of the stage. The graph of a forward is cut at its pauses
-    if its backward is in an overlapped block."""
+    """A program whose forwards and backwards may take turns. Both pause where an exchange may be in
+    flight, equally often on all ranks of the stage. The graph of a forward is cut at its pauses if
+    its backward is in an overlapped block, unless experts have transient replicas."""
 
     def __init__(self, schedule: Schedule, model: Transformer, *rest: Any) -> None:
         super().__init__(schedule, model, *rest)
