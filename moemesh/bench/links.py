@@ -50,7 +50,7 @@ def on_ranks(
     returns the result, or writes it to the file `found` and returns None, as all other ranks do.
     Any other process starts the ranks with `command` (a module and its first arguments), the
     settings and ``--found`` with a temporary file, and returns what rank 0 has written. A rank that
-    fails ends this process with its exit code.
+    fails ends this process with its exit code; on emulated hosts it raises HostsError.
     """
     if launch.joined():
         ranks = launch.start(device, TIMEOUT_SECONDS)

@@ -2,7 +2,7 @@
 
 A rank that raises between two collectives leaves its peers waiting inside the next one, where no
 collective can reach them. So the work runs in a thread, and ranks exchange outcomes through the
-store of their process group: all ranks read the first failure within milliseconds.
+default store: all ranks stop within milliseconds after one has failed.
 """
 
 from __future__ import annotations

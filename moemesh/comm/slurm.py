@@ -20,7 +20,7 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 class RankError(UserError):
-    """The variables of a rank are incomplete, or have values that no rank can have."""
+    """The variables of a rank are incomplete or wrong, or ranks cannot connect with them."""
 
 
 def ranks_of(environment: Mapping[str, str]) -> dict[str, str]:

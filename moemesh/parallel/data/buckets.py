@@ -478,7 +478,8 @@ class GatheredWeights(WeightGate):
     gathered before its forward, freed after it, and gathered a second time for its backward; the
     next unit in either direction is in flight meanwhile. A backward reaches the units through
     identities in the autograd graph, on the residual stream before and after every unit. The
-    backward of an embedding table reads no weights: it is gathered for forwards only.
+    backward of an embedding table reads no weights: it is gathered for forwards only, unless
+    modules of transformers that belong to its unit read theirs (:meth:`leave`).
 
     | plan.reshard | gathers of a step, M microbatches | held at once |
     |---|---|---|

@@ -222,8 +222,8 @@ class GradientReducer:
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Queue the buckets of `parameters`, the ones with a gradient in the next backward. The sum
-        of a bucket starts when each of these has had its last gradient. Called before every
-        backward under zero2 and zero3."""
+        of a bucket starts when each of these has had its last gradient. Called under zero2 and
+        zero3: before every backward, and after every deferred one."""
         assert not self._queue
         counts = Counter(map(self._home.__getitem__, map(id, parameters)))
         for bucket in self.buckets:

@@ -5,7 +5,7 @@ same rows by expert, E (L) experts (local ones), O owners (ranks of the ep*etp g
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
-| plan | experts T x K | splits, order | all_to_all of counts over ep, of all chunks | none |
+| plan | experts T x K | splits, order | counts of all chunks: over ep, then etp | none |
 | dispatch | T x H | N x H | all_to_all over ep, all_gather over etp | reduce_scatter, all_to_all |
 | combine | N x H | T x H | reduce_scatter over etp, all_to_all over ep | all_gather, all_to_all |
 

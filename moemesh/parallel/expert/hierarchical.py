@@ -23,9 +23,9 @@ each rank instead of once to each expert.
 | | the other N over the node | |
 
 Rows that stay inside the node do not wait for the link: they are sent while other rows cross, and
-on the way back summed and sent while other rows cross. The second step of a path is taken by a
-worker thread, as soon as the first has arrived. In the ledger both parts of an inner hop are one
-exchange.
+on the way back summed and sent while other rows cross. On the CPU the second step of a path is
+taken by a worker thread, as soon as the first has arrived. In the ledger both parts of an inner hop
+are one exchange.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class WorkerThread:
     A chain of exchanges (receive, sum, send on) blocks at each wait; in the main thread it would
     block the computation as well. Tasks run in the order in which they were submitted. If that
     order is the same on all ranks, and a task waits only for messages that no task sends, or that
-    an earlier task sends, deadlocks are impossible. Accelerators need no such thread: their waits
-    do not block the host.
+    an earlier task sends, deadlocks are impossible. For tensors of a device tasks run at once, in
+    the caller: waits of NCCL do not block the host.
     """
 
     def __init__(self) -> None:

@@ -87,7 +87,8 @@ class Executor:
     def run(self, program: Program, recorder: TimelineRecorder) -> None:
         """One step: every entry of this rank, in order.
 
-        Raises PipelineError, naming the operation, when one fails.
+        On several pipeline ranks exceptions name the operation that failed: a UserError by a note,
+        others as a PipelineError.
         """
         self.run_entries(program, self._schedule.orders[self._rank], recorder)
         self.finish()
