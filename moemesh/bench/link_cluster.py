@@ -148,6 +148,6 @@ def _typical(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
         if fitted.beta > 0:
             shared = row["members_per_node"] if row["members_per_node"] < row["ranks"] else 1
             rates.append(1 / fitted.beta / shared)
-    # Without a rate (latency alone explains the times), the largest message bounds it from below.
+    # Without a rate (latency alone explains the times), that of the largest tensor takes its place.
     slowest = [max(row["bytes"]) / max(row["seconds"]) for row in rows]
     return latency, median(rates or slowest)

@@ -24,7 +24,8 @@ from moemesh.trace.wire import WireBytes
 #
 # Both sides know shape and dtype. The sender enters the bytes as sent, the receiver as received.
 # Messages between the same two ranks with the same `tag` arrive in the order they were started.
-# NCCL has no tags: sends and receives that overlap in time must be in one :func:`exchange`.
+# NCCL has no tags: a send and a receive that overlap in time must be in one :func:`exchange`, and
+# exchanges start in one order on all ranks.
 
 
 def send(x: Tensor, axis: Axis, destination_index: int, *, phase: str, caller: str) -> None:
