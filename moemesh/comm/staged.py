@@ -48,7 +48,7 @@ class PendingWork:
             progress.left()
 
     def is_completed(self) -> bool:
-        """Whether the operations are over."""
+        """Whether the operations are known to be over; of a message on gloo, only after a wait."""
         return all(work.is_completed() for work in self._works)
 
 

@@ -141,7 +141,7 @@ class ReplicatedBucket:
         return {name: place for name, _, place in self.ranges(self.own)}
 
     def own_gradients(self) -> dict[str, Tensor]:
-        """Views of the gradients that this rank owns: complete after :meth:`wait`."""
+        """Views of the gradients that this rank owns: complete after :meth:`finish`."""
         return dict(zip(self.names, self.views.values(), strict=True))
 
     def own_weights(self) -> dict[str, nn.Parameter]:

@@ -20,7 +20,7 @@ def codec_of(payload: Payload) -> Codec | None:
 
 
 class DispatcherSite(NamedTuple):
-    """Arguments of `DispatcherRow.make`; a rank has at most `tokens_per_rank` tokens."""
+    """Arguments of `DispatcherRow.make`; buffers are made for `tokens_per_rank` tokens."""
 
     config: ModelConfig
     plan: Plan

@@ -4,9 +4,11 @@
 |---|---|---|---|---|
 | state_dict | L experts of the rank | DTensors of E experts, by global id | none | none |
 | full_state_dict | the same | tensors of E experts | all_gather | none |
-| load_state_dict | E experts, by global id | L experts of the rank | none | none |
+| load_state_dict | E experts, by global id | L experts of the rank | see below | none |
 | sync_gradients | partial over replicas | the whole | none | all_reduce over replicas |
 | norm of a gradient | norm of L experts | norm of E experts | none | all_gather |
+
+Loading gathers DTensors that are sharded in another way, and else communicates nothing.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def message_specs(program: Program, producer: Op) -> list[TensorSpec]:
 
 
 class Wire:
-    """Sends and receives of one rank's channels; sends keep their storage until they have gone."""
+    """Sends and receives of one rank's channels; sends keep their storage until they have gone; on
+    gloo, which reports that only to a wait, until :meth:`flush`."""
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
