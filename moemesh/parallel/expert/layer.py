@@ -1,6 +1,6 @@
 """`MoELayer`: a mixture-of-experts layer for any PyTorch model, its experts spread over a group.
 
-Legend: T tokens of this rank, H hidden, E experts of all ranks.
+Legend: B sequences of S positions and T tokens of this rank, H hidden, E experts of all ranks.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
