@@ -46,10 +46,12 @@ def save_checkpoint(
     None; also modules, models of :func:`moemesh.parallelize`, and optimizers of their parameters
     (``{"model": model, "optimizer": optimizer, "step": 7}``). A part that several ranks hold is
     saved once; plain tensors count as held by all ranks and must be equal (`check_replicas`).
-    Numbers and texts are those of the lowest rank. Tensors are safetensors; nothing is pickled.
+    Numbers and texts are those of the lowest rank that has them. Tensors are safetensors; nothing
+    is pickled.
 
-    Raises CheckpointError on every rank when any of them fails; then no new file is left, and older
-    steps are unchanged. A step is never overwritten.
+    Raises CheckpointError on every rank when any of them fails; then no new file is left (an object
+    store keeps files without a manifest), and older steps are unchanged. A step is never
+    overwritten.
     """
     axis = _axis(group)
     _refuse_different(axis, step=step, check_replicas=check_replicas)
@@ -84,7 +86,7 @@ def load_checkpoint(
     Without `state`, returns the saved state as nested dicts with full tensors on the CPU (lists and
     tuples as dicts by index). A given `state` has the structure of the saved one, but may be
     sharded in any other way. Its tensors, modules and optimizers are filled in place, each rank
-    reading only its parts, and it is returned with the saved numbers and texts. `strict`: both must
+    with its parts alone, and it is returned with the saved numbers and texts. `strict`: both must
     have the same names; otherwise names of only one side are ignored.
 
     Raises CheckpointError on every rank, before anything is changed, for a checkpoint that is
@@ -201,8 +203,8 @@ class _ProgramState:
         store.map_leaves(state, name_parameters)
 
     def leaves(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-        """Returns path -> tensor or value. With `checkpoint`, the states of optimizers are zeros,
-        into which those of the checkpoint can be read."""
+        """Returns path -> tensor or value. With `checkpoint`, the states of optimizers are zeros
+        of the names in it, into which those of the checkpoint can be read."""
 
         def nested(path: str, node: Any) -> Any:
             """`node`; if it is a module or an optimizer, its tensors and values by name."""

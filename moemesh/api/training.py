@@ -1,4 +1,7 @@
-"""Parallel model for a program's own training loop: `moemesh.parallelize`."""
+"""Parallel model for a program's own training loop: `moemesh.parallelize`.
+
+Legend: B sequences, S positions, L MoE layers of the model, E experts.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def parallelize(
     `mesh`: ``Mesh.create(plan.layout, device)`` in an initialized process group, or
     ``Mesh.single(device)``. `seq_len` and `global_batch` determine buffers before the first step.
     Initial weights are functions of `seed`, the same under every plan. Raises ConfigError with
-    every rule that model, plan and batch break; other ValueErrors for a mesh of another layout, and
+    rules that model, plan and batch break; other ValueErrors for a mesh of another layout, and
     for plans that need moemesh's own loop: sharded optimizer states, asynchronous schedules.
     """
     check_kind("model", model, ModelConfig, "moemesh.load(...).model")
@@ -148,10 +151,11 @@ class ParallelModel(Shown):
         index of each token, which attends only within its document; None: one document. `clip`:
         largest gradient norm over all ranks; 0: no clipping.
 
-        The objective is the mean over all tokens with a loss, plus the auxiliary losses. The
-        gradients are complete: sums, not averages, over all ranks that share a parameter. They
-        replace those of the previous step. If one is not finite, ``skipped`` is set and no
-        parameter has a gradient, on any rank. The result is the same on every rank.
+        The objective is the mean over all tokens with a loss, plus the auxiliary losses and those
+        of extra prediction layers. The gradients are complete: sums, not averages, over all ranks
+        that share a parameter. They replace those of the previous step. If one is not finite,
+        ``skipped`` is set and no parameter has a gradient, on any rank; if a router's logit is the
+        cause, RoutingError is raised on all. The result is the same on every rank.
         """
         parts = self.config.plan.microbatches
         extras = {"valid": valid, "loss_mask": loss_mask, "documents": documents}
@@ -184,14 +188,15 @@ class ParallelModel(Shown):
         documents: Tensor | None = None,
     ) -> float:
         """Returns the mean negative log-likelihood of a global batch in nats a token, the same on
-        every rank; all ranks call it. Arguments are those of :meth:`step`."""
+        every rank; all ranks call it. Arguments are those of :meth:`step`. A bfloat16 weight has
+        the value of its master in the last :meth:`step`."""
         extras = {"valid": valid, "loss_mask": loss_mask, "documents": documents}
         batches = self._own(tokens, targets, extras, 1, self.num_steps)
         return evaluate(self.parallel, batches)
 
     def state_dict(self) -> dict[str, Tensor | Sharded]:
         """Returns logical name -> this rank's part of a parameter, with global shape and offset, or
-        a buffer, which is equal on all ranks.
+        a buffer, which is equal on all ranks that have it.
 
         Suitable for :func:`moemesh.save_checkpoint` and :func:`moemesh.load_checkpoint`, which
         fills it in place, under any plan.

@@ -1,16 +1,19 @@
 """Asynchronous training: a stream of microbatches, in segments between which the pipeline drains.
 
-The pipeline drains only where a run needs one state of all stages: at a validation, a checkpoint,
-the end, a request to stop, and after :data:`SEGMENT_OPERATIONS` operations. Between drains each
-stage updates when the schedule's rule lets it. It clips the gradient of an update by the norm of
-its own parameters (a norm over all stages would be a barrier): with `train.clip` = c and p stages
-an update's whole norm is at most sqrt(p) c. A row of metrics is about the microbatches of one step,
-with the losses of their forwards. Its `grad_norm` is the root of a sum over stages; the summand of
-a stage is its squared norm, averaged over the updates of the step.
+The pipeline drains where a run needs one state of all stages (at a validation, a checkpoint, the
+end, a request to stop), some steps after a skipped update, and after :data:`SEGMENT_OPERATIONS`
+operations. Between drains each stage updates when the schedule's rule lets it. It clips the
+gradient of an update by the norm of its own parameters (a norm over all stages would be a barrier):
+with `train.clip` = c and p stages an update's whole norm is at most sqrt(p) c. A row of metrics is
+about the microbatches of one step, with the losses of their forwards. Its `grad_norm` is the root
+of a sum over stages; the summand of a stage is its squared norm, averaged over the updates of the
+step.
 
 The result depends on where the pipeline drains: the first microbatches after a drain are computed
-with current weights. A run that is stopped and resumed has one more drain, so its results differ
-from those of an uninterrupted one.
+with current weights. A run that is stopped between drains and resumed has one more, so its results
+differ from those of an uninterrupted one.
+
+Legend: B sequences, S positions, L MoE layers of the model, E experts.
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ KEPT_STEPS = 4
 
 @dataclass
 class _OwnStep:
-    """This rank's part of a step. `squares`: the sum over updates of the stage's squared norm."""
+    """This rank's part of a step; the counts are those of all replicas. `squares`: the sum over
+    updates of the stage's squared norm."""
 
     counts: StepCounts
     losses: Tensor
@@ -162,9 +166,10 @@ class TrainingStream:
         return (unread if recompute else sums).objective(part, output, self.batch(sample))
 
     def update(self, window: int, versions: WeightVersions) -> None:
-        """Sum over the stage's replicas, clip to the stage's own norm, step, move the biases.
+        """Sum over the stage's replicas, clip by the stage's own norm, step, move the biases.
 
-        A gradient that is not finite updates nothing, but the number of the version increases.
+        A loss or a gradient that is not finite updates nothing, but the number of the version
+        increases.
         """
         self.before_update()
         counts, sums, _ = self._windows.pop(window)
@@ -269,7 +274,8 @@ class StreamRecorder(TimelineRecorder):
         self.step = max(self.step or newest, newest)
 
 
-#: Largest number of operations of all ranks in one segment, so that its lists stay small.
+#: Largest number of operations of all ranks in one segment, so that its lists stay small; a
+#: segment has at least one step.
 SEGMENT_OPERATIONS = 50_000
 
 

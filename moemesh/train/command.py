@@ -367,7 +367,7 @@ def _rank(
         # Rank 0 writes the report alone; a caller on another rank may read the folder next.
         barrier(mesh.control)
         launch.stop(code)
-        folder.release()  # held by rank 0 of torchrun; ranks that we start do not hold it
+        folder.release()  # held by rank 0 of torchrun or a rank alone, not by others
         return code
     except RankError:  # raised before the process group exists: no failure of the run
         launch.stop(2)
@@ -381,8 +381,8 @@ def _rank(
 
 
 class _Refused(RunFolderError):
-    """The folder is refused on all ranks. Not a failure of this run: the report would be written
-    into the folder of another run."""
+    """The folder, or its disk, is refused on all ranks. Not a failure of this run: the report could
+    be written into the folder of another run."""
 
 
 def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> int:

@@ -117,8 +117,8 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
 class Console:
     """Prints for one rank; a silent one prints only warnings, so callers need not check the rank.
 
-    A lost console (a closed pipe, a full disk) stops no run: after the first failure nothing more
-    is printed, which ``events.jsonl`` records.
+    A lost console (a closed pipe, a full disk) stops no run: after the first failure only warnings
+    are printed, on stderr, which ``events.jsonl`` records.
     """
 
     def __init__(self, *, silent: bool, events: Events | None = None, log_every: int = 0) -> None:

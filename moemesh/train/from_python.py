@@ -32,8 +32,9 @@ def train(
     In a plain program, the call starts the ranks of ``config.plan`` as new processes (``python -m
     moemesh``, so a script needs no ``if __name__ == "__main__"``) and waits for them; this process
     trains nothing. In a process that torchrun started, the call runs its rank; it must come before
-    a process group is initialized. `out`: the folder of the run (default ``runs/<preset>``); an
-    earlier run in it is resumed. `allow_change`: keys that may differ from those of that run.
+    a process group is initialized. `out`: the folder of the run (default ``runs/<preset>``, or
+    ``runs/<name of the model's folder>``); an earlier run in it is resumed. `allow_change`: keys
+    that may differ from those of that run.
 
     Raises ConfigError for what cannot be trained, other ValueErrors for data and folders, and
     TrainingError when a rank fails; KeyboardInterrupt when the run was stopped by Ctrl-C.
@@ -67,8 +68,8 @@ def train(
 
 
 def overrides_of(config: RunConfig) -> list[str]:
-    """Returns ``section.key=value`` for every key of `config` that has a value, except for keys
-    whose value follows from others."""
+    """Returns ``section.key=value`` for every key of `config` that has a value, except for unset
+    keys whose value follows from others."""
     return [
         f"{section}.{key}={format_value(value)}"
         for section, fields in config_values(config).items()

@@ -3,6 +3,8 @@
 The loads are an exponential moving average of the exact counts, equal on all ranks, which all use
 the plan of rank 0 (:func:`moemesh.balance.rebalance_incremental`). Layers move one after the other,
 at a step boundary, with everything that belongs to an expert: weights, masters and moments.
+
+Legend: L MoE layers of the model, E experts.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ _TINY = 1e-7
 
 
 def orthogonalize(matrices_XRC: Tensor) -> Tensor:
-    """Approximately the nearest semi-orthogonal matrices: singular values become 0.7 to 1.2, those
-    of a zero matrix stay 0. [X, R, C] to the same shape, in the dtype of the input."""
+    """Approximately the nearest semi-orthogonal matrices: singular values above 0.0015 of the
+    Frobenius norm become 0.68 to 1.2, smaller ones are multiplied by up to 485. [X, R, C] to the
+    same shape, in the dtype of the input."""
     a, b, c = COEFFICIENTS
     is_tall = matrices_XRC.shape[-2] > matrices_XRC.shape[-1]
     x = matrices_XRC.mT if is_tall else matrices_XRC

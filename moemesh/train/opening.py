@@ -1,4 +1,7 @@
-"""The model, the schedule and the batches of a run, on the ranks of its plan."""
+"""The model, the schedule and the batches of a run, on the ranks of its plan.
+
+Legend: B sequences, S positions.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,11 @@ from moemesh.train.records.run_folder import RunFolder
 
 
 class ArraySource(Protocol):
-    """Samples of a run's data, or of a bundle."""
+    """Samples of a run's data, of an evaluation, or of a bundle."""
 
     def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Arrays "tokens", "targets", ... [samples, positions] of the samples `ids`."""
+        """Arrays "tokens", "targets", ... [samples, positions] of the samples `ids`; "documents"
+        has one position more."""
         ...
 
 

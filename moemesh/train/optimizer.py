@@ -1,9 +1,10 @@
 """The optimizer over fp32 masters.
 
 A parameter in bfloat16 has an fp32 master: the optimizer steps the master, and the parameter is its
-rounded copy. Parameters in fp32 and fp64 are their own masters. The optimizers of
-:mod:`moemesh.config.optimizer_table` work element by element on local shards, or on matrices that
-:mod:`moemesh.train.muon` collects from the ranks, so the result does not depend on the layout.
+rounded copy. Parameters in fp32 and fp64 are their own masters, unless masters are offloaded to the
+host. The optimizers of :mod:`moemesh.config.optimizer_table` work element by element on local
+shards, or on matrices that :mod:`moemesh.train.muon` collects from the ranks, so the result does
+not depend on the layout.
 """
 
 from __future__ import annotations

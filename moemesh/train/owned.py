@@ -1,6 +1,6 @@
 """The parts of logical tensors that a rank owns, whatever its layout.
 
-An expert is a logical tensor of its own, under its global id:
+Each weight of an expert is a logical tensor of its own, under the expert's global id:
 
     layers.1.feed_forward.experts.17.gate_up
 """

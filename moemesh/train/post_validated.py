@@ -12,8 +12,10 @@ cancels where the gradient has just jumped, which is when a step is undone, and 
 moments with large errors, negative ones among them.
 
 All reports of ranks about a step share one vector with the squares: losses, loads, a stop request.
-So no step waits for all stages; in return its row of metrics is written a step later, and a stop
-request takes effect one step later.
+So after :data:`ARM_AFTER` clean steps none waits for all stages; in return its row of metrics is
+written a step later, and a stop request takes effect one step later.
+
+Legend: B sequences, S positions, L MoE layers of the model.
 """
 
 from __future__ import annotations
@@ -129,8 +131,9 @@ class PostValidation:
         self.snapshot_bytes = 0
 
     def run(self, number: int, batches: Sequence[Batch], recorder: TimelineRecorder) -> None:
-        """Run step `number` (from 1) on `batches`. Raises RoutingError, on all ranks, if a router
-        of this step, or, detected late, of the previous one, gave a non-finite logit."""
+        """Run step `number` (from 1) on `batches`. Raises RoutingError, on all ranks, for an
+        invalid routing to replay; without `judge` also if a router of this step, or, detected
+        late, of the previous one, gave a non-finite logit."""
         start, parallel = time.perf_counter(), self.parallel
         refuse_replayed(parallel, batches)
         counts = count_over_step(parallel, batches)
@@ -171,7 +174,7 @@ class PostValidation:
 
     def _end(self, step: Step) -> None:
         """Add this rank's vector to the sum of the ranks before it and pass the sum on; update
-        early if it is clean."""
+        early if it and the last :data:`ARM_AFTER` steps are clean."""
         parallel, recorder = self.parallel, step.recorder
         with recorder.span("reduce"):
             parallel.reducer.finish()
@@ -193,8 +196,8 @@ class PostValidation:
                 self._step(step, so_far)
 
     def _validate(self, step: Step, recorder: TimelineRecorder) -> bool:
-        """Receive the whole sum of `step`, correct its update if needed; returns whether it was
-        clean."""
+        """Receive the whole sum of `step`, and update, or correct the early update if needed;
+        returns whether the step was clean."""
         with recorder.span("validate"):
             total = self._pipeline.chain.answer()
         step.result = self._read(step, total)

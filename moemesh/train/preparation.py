@@ -1,7 +1,7 @@
-"""All checks of `moemesh train` that come before the import of torch and the start of ranks.
+"""All checks of `moemesh train` that come before the start of ranks.
 
 Settings, device, memory, data, tokenizer, weights, adapters, the run folder and its earlier run.
-Nothing is written.
+Nothing is written. Torch is imported for a packed base only.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ LARGE_BUBBLE = 0.5
 _FEW = 20
 
 # Refusals: legal settings that `moemesh train` cannot carry out here. Each takes a configuration
-# and the run folder (None if unknown; an earlier run in it may have missing inputs), and yields
-# problems.
+# and the run folder (None if unknown; a run that resumes in it may lack inputs of its start), and
+# yields problems.
 
 
 def _dispatcher(config: RunConfig, _: Path | None) -> Iterator[Problem]:
@@ -271,7 +271,8 @@ def _adapter_config(config: RunConfig) -> dict[str, Any]:
 
 
 def _gate_and_up_apart(start: Start) -> Iterator[str]:
-    """PEFT holds gate and up of all experts in one parameter, which it adapts with one A."""
+    """PEFT holds gate and up of all experts in one parameter: the two share one A for each
+    expert."""
     names = _adapter_config(start.config).get("target_parameters")
     if isinstance(names, list) and any(str(name).endswith("gate_up_proj") for name in names):
         yield "gate and up of an expert train an A each: in PEFT they share one"
@@ -391,10 +392,11 @@ class Preparation(NamedTuple):
 
 
 def prepare(request: RunRequest, log: Callable[[str], None] = lambda text: None) -> Preparation:
-    """Check everything: first that no active run holds the run folder (unless it is taken over),
-    then the rest. Raises a UserError with all faults of settings, inputs and this machine.
-    `log` gets the first line of a run, before data is read."""
-    # Late: ranks import this module, too, and need no planner before their first step.
+    """Check everything: first the names of --allow-change, and that the run folder can be used and
+    no active run holds it (unless it is taken over), then the rest. Raises a UserError with all
+    faults of settings, inputs and this machine. `log` gets the first line of a run, before data is
+    read."""
+    # Late: ranks import this module, too, and need no prices of layouts.
     from moemesh.planner.machine_memory import check_room
 
     refuse_unknown_permissions(request.allowed_changes)
@@ -469,10 +471,10 @@ def check_inputs(
     before_data: Callable[[], None] = lambda: None,
     folder: Path | None = None,
 ) -> tuple[Samples | None, list[str]]:
-    """Check settings, device, tokenizer, data and local weights, then call the checks of `also`.
-    Raises a UserError with all faults.
+    """Check settings, device and local weights, call the checks of `also`, then check tokenizer and
+    data. Raises a UserError with all faults.
 
-    If everything is valid, `before_data` is called, and data that is read in about a second is
+    If everything is valid, `before_data` is called. Valid data that is read in about a second is
     opened, which finds data that is too short. Returns its samples (None: not opened) and notes.
     """
     config = resolved.config

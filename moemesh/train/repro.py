@@ -1,4 +1,4 @@
-"""`moemesh repro`: repeat the first steps of a run, and compare the losses bit by bit."""
+"""`moemesh repro`: repeat the first steps of a run, and compare losses and norms bit by bit."""
 
 from __future__ import annotations
 
@@ -172,7 +172,8 @@ def _free_folder(run: Path, out: Path | None) -> Path:
 
 
 def _overrides(run: Path, record: Mapping[str, Any]) -> list[str]:
-    """Keys for files that the run folder has copies of, and for node borders of the launcher."""
+    """Values of --set: no rule for the folder, files that the run folder has copies of, and node
+    borders of the launcher. Raises ReproError for an order that no second run has."""
     overrides = ['train.resume="auto"']
     text = str(record["config"])
     if (run / SCHEDULE).exists():

@@ -83,7 +83,7 @@ class Session:
         """Build the model and its optimizer, and resume from the newest checkpoint, if any.
 
         All ranks call. Raises ValueError for a plan that cannot be carried out, CheckpointError if
-        all checkpoints are unreadable.
+        all checkpoints are unreadable, or weights that the run starts from.
         """
         train, plan = config.train, config.plan
         self.config, self.mesh, self.folder, self.samples = config, mesh, folder, samples
@@ -129,7 +129,7 @@ class Session:
             if (adapters := open_adapters(config)) is not None:
                 saving.load_weights(adapters, parallel, optimizer)
         #: (step, position in the data order after that step). A return to an earlier step sets the
-        #: step back, but not the position: no sample is read twice.
+        #: step back, but not the position: the samples read since are skipped.
         self._cursor = self.done, position
         self.checkpoints = Checkpoints(folder, parallel, optimizer, train, console)
         self.checksums = ReplicaChecksums(parallel, optimizer, train, console.log)
@@ -215,14 +215,15 @@ class Session:
             self.checkpoints.abandon()
             raise
         except (Diverged, CopiesDiffer):
-            # Raised on all ranks: their advice names the newest checkpoint, which must be complete.
+            # Raised on all ranks. The next start resumes from the newest checkpoint, so it must be
+            # complete.
             self.checkpoints.finish(hurry=True)
             raise
         finally:
             self.artifacts.close()
 
     def report(self, step: FinishedStep) -> None:
-        """Record a finished step while the next one is running."""
+        """Record a finished step that is not the last of :meth:`Steps.advance`."""
         progress.stepped()
         self.record(step)
         progress.at_step(step.number + 1, self.mesh["pp"].index)
@@ -248,8 +249,9 @@ class Session:
     def examine(
         self, step: int, wants_bundle: bool
     ) -> tuple[nan_check.NonfiniteOrigin, str | None]:
-        """The first non-finite value of step `step`, which was not applied, and the path of its
-        replay bundle, if any; all ranks call, after the step."""
+        """The first non-finite value of step `step`, which was not applied (by the stage concerned,
+        if the schedule is asynchronous), and the path of its replay bundle, if any; all ranks
+        call, after the step."""
         progress.phase(CHECK)
         ids, num_updates = self.sample_ids(step), self.optimizer.num_updates
         parameters = nan_check.nonfinite_gradients(self.parallel)
@@ -267,7 +269,8 @@ class Session:
 
     def go_back(self, step: int, reason: str) -> int:
         """Return from step `step` to the newest checkpoint, whose step is returned; the samples
-        read since are skipped. All ranks call; raises Diverged without a checkpoint."""
+        read since are skipped. All ranks call. Raises Diverged without a checkpoint, or after too
+        many returns to it."""
         progress.phase(CHECK)
         self.checkpoints.finish()
         checkpoint = self._restore()
@@ -341,8 +344,8 @@ class Session:
                 time.sleep(0.1)
 
     def next_drain(self, first: int) -> int:
-        """The first step from `first` on after which a validation, a checkpoint or the end is due:
-        all stages must then hold the weights of that step."""
+        """The first step from `first` on after which a validation, a checkpoint, the end or
+        ``--stop-after`` is due: all stages must then hold the weights of that step."""
         train, after = self.config.train, self.stop.after
         ends = [train.steps]
         for every in filter(None, (train.checkpoint_every, train.validate_every)):

@@ -10,6 +10,9 @@ A scope (``model.aux_loss_scope``) is a sequence, a microbatch of a data-paralle
 microbatch of all ranks; one without a valid token is not counted. A depth is an extra prediction
 layer (``model.num_mtp_layers``, ``model.mtp_loss_weight``); at depth k the last k positions of a
 sequence have no token to predict.
+
+Legend: B sequences, S positions, T tokens of a microbatch, K experts per token, L MoE layers of the
+model, E experts, P ranks of ep.
 """
 
 from __future__ import annotations
@@ -108,6 +111,7 @@ class StepResult(Shown):
     counts_LE: Tensor
     dropped_L: Tensor
     #: No rank updates: a loss or a gradient was not finite, or the run's policy refuses the step.
+    #: In an asynchronous schedule some stages have updated.
     skipped: bool
     #: Per MoE layer (int64): tokens that each rank of ep computed; None without replicas.
     rank_LP: Tensor | None = None
@@ -117,7 +121,8 @@ class StepResult(Shown):
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedStep:
-    """A step that no rank will undo; `seconds` and `recorder` are this rank's."""
+    """A step that only a return to a checkpoint can undo; `seconds` and `recorder` are this
+    rank's."""
 
     number: int
     result: StepResult
@@ -129,8 +134,9 @@ class FinishedStep:
 class StepBoundary:
     """End of a step: all stages hold its weights.
 
-    `began`: the last step of the previous boundary; `is_last`: the run has no further step. Set by
-    observers: `stopping`: some rank has a stop request; `saves`: a checkpoint of this step is due.
+    `began`: the last step of the previous boundary; `is_last`: the run has no further step, which
+    an observer may decide, too. Set by observers: `stopping`: some rank has a stop request, or
+    ``--stop-after`` is reached; `saves`: a checkpoint of this step is due.
     """
 
     step: FinishedStep
@@ -145,7 +151,7 @@ class StepBoundary:
         return self.step.number
 
     def is_due(self, every: int) -> bool:
-        """Whether work for every `every` steps (0: never), and for the last step, is due."""
+        """Whether work for every `every` steps (0: none), and for the last step, is due."""
         return self.is_last or bool(every and self.number % every == 0)
 
 
@@ -179,8 +185,8 @@ def step_result(
     like: Sequence[Tensor],
     norm: GradientNorm,
 ) -> StepResult:
-    """The result from sums over all ranks. `packed`: the vector of :func:`pack_sums` without its
-    `first`; `like`: tensors with the shapes of the loads."""
+    """The result from sums over all ranks, or some (post-validation). `packed`: the vector of
+    :func:`pack_sums` without its `first`; `like`: tensors with the shapes of the loads."""
     sizes = [2 + len(counts.ahead), *[part.numel() for part in like]]
     losses, *parts = packed.cpu().split_with_sizes(sizes)
     loss, aux, *ahead = losses.tolist()
@@ -250,7 +256,8 @@ class StepSums:
     ``losses``: sums of token losses, of auxiliary losses, and of token losses at each depth of the
     extra prediction layers. For every MoE layer of the model, on this rank or not: the loads
     ``counts_LE``, ``dropped_L`` and, if experts have replicas, ``rank_LP`` (the tokens of each
-    rank); and ``fault_L``, this rank's first fault, which :meth:`reduce` leaves as it is.
+    rank); and ``fault_L``, this rank's first fault in each layer, which :meth:`reduce` leaves as it
+    is.
     """
 
     def __init__(self, parallel: RankModel, counts: StepCounts) -> None:
@@ -316,8 +323,8 @@ class StepSums:
 
 
 def forget_rank_tokens(parallel: RankModel) -> None:
-    """Discard the token counts of replicas from outside of a step: of validation, or of an undone
-    warm-up."""
+    """Discard the token counts of replicas from outside of a step: of validation, an undone
+    warm-up, or a repeated step."""
     if parallel.has_replicas:
         take_rank_tokens(parallel.model, parallel.mesh)
 
@@ -330,8 +337,8 @@ def gradients_of_step(
     refuses: bool = True,
 ) -> StepResult:
     """Run every microbatch and sum the gradients; they stay in ``parallel.reducer``. `refuses`:
-    raise RoutingError on all ranks if a router's logit was not finite; otherwise the result has the
-    step marked as skipped."""
+    raise RoutingError on all ranks if a router's logit was not finite; False: such a step is marked
+    as skipped, as for other numbers that are not finite."""
     reducer, mesh = parallel.reducer, parallel.mesh
     refuse_replayed(parallel, microbatches)
     counts = count_over_step(parallel, microbatches)
@@ -358,7 +365,8 @@ def update(
 ) -> None:
     """Clip, step the optimizer, move the routers' biases; no-op if the step is skipped.
 
-    Every rank decides the same, since `result` is the same on all.
+    Ranks with the same `result` decide the same; that of a partial sum may differ between ranks
+    (:mod:`moemesh.train.post_validated`).
     """
     if result.skipped:
         return

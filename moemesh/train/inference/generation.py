@@ -1,8 +1,8 @@
 """`moemesh generate`: text from a run or a folder of transformers, token by token.
 
 The keys and values of earlier tokens are cached, so that a token costs one forward of its own. This
-is the model of training with its dispatchers and seams, for trying a model out: requests are not
-batched, memory is not paged. For serving, convert the run and use a server.
+is the model of training with its dispatchers and seams, for trying a model out: no request joins
+a running batch, memory is not paged. For serving, convert the run and use a server.
 """
 
 from __future__ import annotations
@@ -456,8 +456,8 @@ def generate(
     """Continue `prompt` on the ranks of the plan and print the text, on a terminal token by token;
     returns the exit code. With `chat`, `prompt` is a question in the chat template. `prompt` None:
     questions are the lines of stdin. `temperature` None is 0, with a note. `prompts`: continue the
-    prompts of this file instead, `batch` at a time, prompt i (from 0) with the seed ``seed + i``;
-    invalid prompts are reported, and the others continued."""
+    prompts of this file instead, `batch` at a time, that of line i (from 0) with the seed
+    ``seed + i``; invalid prompts are reported, and the others continued."""
     config = config_of(source, overrides)
     # Keys and values are cached on every rank, so sequences are not split.
     problems = [
@@ -493,7 +493,7 @@ def generate(
     prompt_ids = [] if prompt is None else encoder.ids(prompt)
     lines = [] if prompts is None else prompts_of(prompts)
     stop = "" if template is None else template.stop
-    # The ids that end a text, from the first file of the model's folder that names them.
+    # The ids that end a text, from the first of these folders that names some.
     folders = [source, *([Path(config.model_path)] if config.model_path else [])]
     stops: Collection[int] = next(filter(None, map(text_ends, folders)), [])
     if template is not None and template.stop_token not in (None, stop):

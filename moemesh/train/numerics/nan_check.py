@@ -2,15 +2,19 @@
 
 Healthy steps pay nothing: the ranks repeat the step's forward and backward, with the same samples
 and random numbers, only after they have agreed that a loss or a gradient is not finite. They check
-the weights, the outputs of all modules, the losses, the gradients of all modules' inputs and of all
-weights before these are summed over ranks, and then the sums. The findings of all ranks are put in
-the order of the computation; the first is the origin:
+the weights, the outputs of all modules of layers and of the norms before a head, the losses, the
+gradients of the inputs of these modules and of all weights before these are summed over ranks, and
+then the sums. The findings of all ranks are put in the order of the computation; the first is the
+origin:
 
     weights  ->  forward, microbatch by microbatch, layer by layer  ->  loss
              ->  backward, from the last layer to the first  ->  sums over ranks
 
 A fault that does not repeat (a bit that flipped in a register, for example) is found by none of
 these checks; then the report has the parameters whose gradients were not finite in the step itself.
+
+Legend: B sequences, S positions, T tokens of a microbatch, E experts, L local experts, R rows of
+local experts.
 """
 
 from __future__ import annotations
@@ -219,8 +223,8 @@ _MOST_SENT = 32
 
 
 class NaNCheck:
-    """Collects non-finite values on this rank in the step of `microbatches`: in its weights, and by
-    hooks in every module, loss and gradient."""
+    """Collects non-finite values on this rank in the step of `microbatches`: in its weights, by
+    hooks in the modules of layers, and in losses and gradients."""
 
     def __init__(self, parallel: RankModel, microbatches: Sequence[Batch]) -> None:
         self._parallel, self.mesh = parallel, parallel.mesh
@@ -463,7 +467,7 @@ def is_finite(x: Tensor) -> bool:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors of a value: a tensor, or nested tuples."""
+    """The floating-point tensors of a value: a tensor, or nested tuples and lists."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -516,7 +520,8 @@ def examine(
 
 
 def examine_state(parallel: RankModel, optimizer: Optimizer) -> NonfiniteOrigin | None:
-    """The first weight or moment that is not finite; None if all are finite. All ranks call."""
+    """The first weight, buffer, master or moment that is not finite; None if all are finite. All
+    ranks call."""
     check = NaNCheck(parallel, ())
     check.check_weights(optimizer)
     seen = check.gather()

@@ -1,13 +1,14 @@
 """The NaN policy of a run: the reaction to a non-finite step, or a loss that jumps.
 
-All ranks decide alike, from reduced numbers, before any of them updates. (The stages of an
-asynchronous schedule update at different times, and each skips its own non-finite updates.)
+All ranks decide alike, from reduced numbers, before any of them updates. (A post-validated update
+is undone. The stages of an asynchronous schedule update at different times, and each skips its own
+non-finite updates.)
 ``train.on_nonfinite`` and ``train.on_spike`` are one of:
 
     alarm     (spikes only) an event; the step counts
     skip      no rank updates; the samples of the step are not trained on
     rollback  back to the newest checkpoint; the samples since then are not trained on
-    stop      the run ends, with the origin of the value in failure.json
+    stop      (non-finite steps only) the run ends, with the origin of the value in failure.json
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Spikes:
         return self.sigma > 0 and score >= self.sigma
 
     def state(self) -> dict[str, Any]:
-        """The state in a checkpoint: a resumed run raises the same alarms."""
+        """The state in a checkpoint: a resumed run computes the same scores."""
         return {"losses": list(self._losses)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -95,7 +96,8 @@ Examine = Callable[[int, bool], tuple[NonfiniteOrigin, str | None]]
 
 class NaNPolicy:
     """Judges each step once, in order, the same on every rank. ``skipped``: number of non-finite
-    steps since the last finite one. They did not change the weights, which may be their cause."""
+    steps since the last finite one. They did not change the weights (of the stage concerned, if the
+    schedule is asynchronous), which may be their cause."""
 
     def __init__(self, train: TrainConfig, log: Callable[[str, str], None]) -> None:
         """`log`: called with text and kind of an event."""
@@ -148,7 +150,8 @@ class NaNPolicy:
             if jumped:
                 reason = f"the loss of step {step} jumped"
                 continue
-            # Consecutive non-finite steps differ in their samples; the first has the origin.
+            # Of consecutive non-finite steps, which differ in their samples, the first has a
+            # bundle.
             is_first = in_a_row == 1 or self._finding is None
             self._finding, bundle = examine(step, is_first)
             self._bundle = bundle if is_first else self._bundle

@@ -3,11 +3,11 @@
 A bit that flips in the memory of one rank changes gradient norms and losses too little to notice
 for a while; the copies then drift apart, and a checkpoint holds the copy of the rank that writes
 it. So every ``train.vote_every`` steps, and before each checkpoint, every rank adds up the bits of
-each of its parameters (one pass over the weights). A maximum of these digests, over the ranks of
-each axis on which gradients are summed, shows whether the copies are equal. Only if they differ,
-the digests themselves are exchanged: if more than half of the copies are equal, the ranks with
-other copies are at fault; of two copies either may be wrong. Weights of a single rank cannot be
-compared.
+each of its parameters and buffers (one pass over the weights). A maximum of these digests, over the
+ranks of each axis on which gradients are summed and of tied tables, shows whether the copies are
+equal. Only if they differ, the digests themselves are exchanged: if more than half of the copies
+are equal, the ranks with other copies are at fault; of two copies either may be wrong. Weights of a
+single rank cannot be compared.
 
 The exchange is not part of a plan's prediction and is not entered in the ledger.
 """

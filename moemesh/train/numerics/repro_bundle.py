@@ -3,11 +3,13 @@
     failures/step-12/
       bundle.json          step, seed, sample ids, origin of the fault, content of the folder
       config.toml          the resolved configuration, the plan in it
-      batch.safetensors    tokens, documents and loss mask of every sample of the step
-      weights/step-12/     weights and buffers before the step, as a checkpoint without moments
+      batch.safetensors    tokens, targets, documents and masks of every sample of the step
+      weights/step-12/     weights and buffers before the step, as a checkpoint without moments,
+                           unless the bundle would be larger than train.bundle_gib
 
 Random numbers have the key (seed, step, place in the model), so the seed is all of their state.
-`moemesh replay` repeats the forward and backward of the step from the bundle alone.
+`moemesh replay` repeats the forward and backward of the step from the bundle alone, or with
+the folder of a packed base.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ def begin_bundle(
     samples: Windows,
     ids: np.ndarray,
 ) -> Path | None:
-    """Write the inputs of step `step` of the run in the folder `run`, before it is repeated;
-    returns the folder of the bundle, or None if train.bundle_gib is 0 or writing fails. All ranks
-    call."""
+    """Write the inputs of step `step` of the run in the folder `run`, before it is repeated; in an
+    asynchronous schedule other stages have updated their weights. Returns the folder of the bundle,
+    or None if train.bundle_gib is 0 or writing fails. All ranks call."""
     limit = config.train.bundle_gib * 2**30
     if not limit:
         return None
