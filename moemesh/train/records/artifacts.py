@@ -1,4 +1,7 @@
-"""The files of a run folder: written by rank 0 from measurements of all ranks."""
+"""The files of a run folder: written by rank 0 from measurements of all ranks.
+
+Legend: L MoE layers of the model, E experts, P ranks of ep.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,8 @@ class Artifacts:
         is_clocked = self.mesh.device.type == "cpu" and config.plan.optimizer_validation != "after"
         # The rates come first: their clock is another one, and only the newest clock gets waits.
         self._rates = measure_rates(config, self.mesh) if is_clocked else {}
-        #: Measures the parts of steps; None where steps overlap, or their device runs later.
+        #: Measures the parts of steps; None where steps are post-validated, or their device runs
+        #: later.
         self._clock = StepClock(parallel.model) if is_clocked else None
         #: Identity of the run, for its checkpoints; empty on ranks that do not write.
         self.identity: dict[str, object] = {}
@@ -310,7 +314,7 @@ class Artifacts:
 
         Write errors are logged only: the run has finished, and is saved.
         """
-        # Late: no step needs the planner and the pages of the report, which are fifty files.
+        # Late: no step needs these parts of the planner, and the pages of the report.
         from moemesh.train.records.ending import write_end
 
         assert self._last is not None

@@ -91,7 +91,7 @@ def _predicted_step(
     config: RunConfig, mesh: Mesh, rates: Mapping[str, float], drawn: Schedule | None
 ) -> dict[str, Any] | None:
     """Memory, ledger and seconds of a step of this rank with uniform routing, as JSON; None if the
-    schedule comes from a file that the planner cannot model."""
+    planner cannot model the plan, such as a schedule of a file."""
     on_cpu = mesh.device.type == "cpu"
     with suppress(ValueError):
         memory = predicted_memory(config, mesh.rank, on_cpu=on_cpu)

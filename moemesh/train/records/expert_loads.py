@@ -28,7 +28,7 @@ class LoadLog:
     def __init__(
         self, rows_file: RowLog, bins: int, checkpoints: Callable[[], set[int]] = set
     ) -> None:
-        """`checkpoints`: steps from which a run may resume; no bin spans them."""
+        """`checkpoints`: steps from which a run may resume; no bin spans the newest of them."""
         self._rows, self._num_bins, self._checkpoints = rows_file, bins, checkpoints
         #: The last step of each bin, and the number of its steps.
         self._bins: list[tuple[int, int]] = []

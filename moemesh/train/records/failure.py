@@ -28,7 +28,8 @@ from moemesh.train.records.run_folder import LOGS, Events, checkpoints_of, now
 
 #: Version of the layout of ``failure.json``.
 SCHEMA = 1
-#: Number of innermost frames of a traceback that a report has; in a text, a frame has two lines.
+#: Largest number of innermost frames of a traceback that a report has; in a text, a frame has at
+#: least two lines.
 _FRAMES = 8
 #: Seconds in which the checkpoint store must return the newest step, for a message.
 _READ_SECONDS = 2.0

@@ -1,7 +1,7 @@
 """Schedules in a run folder: the copy of a file or of a search, and recorded orders of AMPNet.
 
-The copy is made once, by the process that opens the folder, and written to ``schedule.txt``: a
-resumed run needs neither the file nor the costs of the search.
+The process that opens the folder writes the copy to ``schedule.txt``, at each start that reads the
+file or searches: a resumed run needs neither the file nor the costs of the search.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _source(plan: Plan) -> str | None:
 def update_schedule(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> list[str]:
     """Write ``schedule.txt``, or remove it if the plan names a schedule; returns notes for users.
 
-    An existing ``schedule.txt`` is used if the schedule file is gone, or if the schedule is
-    searched and `changes` has only keys of [train]; else the schedule is read or searched now.
-    Raises UserError if the schedule does not fit the plan.
+    An existing ``schedule.txt`` is used if the schedule file, or the run with the measured costs,
+    is gone, or if the schedule is searched and `changes` has only keys of [train]; else the
+    schedule is read or searched now. Raises UserError if the schedule does not fit the plan.
     """
     copy = folder.path / SCHEDULE
     if has_name(config.plan):

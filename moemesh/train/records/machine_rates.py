@@ -4,6 +4,8 @@ All ranks measure at the same time, as they compute in a step, so that shared co
 part of the rates. Those of the passes are taken from training steps of a small model
 (:func:`small_run`), with the clock that measures the run (:mod:`moemesh.train.records.step_clock`):
 router, sorting of rows, SwiGLU and the many small products of a step are part of them.
+
+Legend: B sequences, S positions, T tokens of a step.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from moemesh.train.records.step_clock import StepClock
 _STEPS = 5
 #: Seconds after which the small model takes no further step, once it has taken two.
 _MOST_SECONDS = 0.5
-#: Largest number of parameters of the small model, and of tokens in a step of it.
+#: Largest number of parameters of the small model, and of tokens in a step of it, unless one
+#: sequence has more.
 _MOST_NUMBERS, _MOST_TOKENS = 1 << 26, 2048
 #: Elements of the two tensors whose sums over ranks measure an axis: its latency, its bandwidth.
 _SMALL, _LARGE = 64, 1 << 17
@@ -81,7 +84,7 @@ def small_run(config: RunConfig) -> RunConfig:
     """A run on one rank with one layer of each kind of MLP.
 
     Its widths are those of the part of a layer that a rank of `config` holds; a step has at most
-    the tokens of a microbatch of that rank.
+    the tokens of a microbatch of that rank, or one sequence.
     """
     model, plan, data = config.model, config.plan, config.data
     if model.architecture is not None:  # a model of our own with the sizes of transformers' code

@@ -178,8 +178,8 @@ def hardware() -> dict[str, Any]:
 
 
 def weights(path: Path) -> dict[str, Any]:
-    """Identity of the folder of initial weights: size of each file, and a hash of its first and
-    last bytes."""
+    """Identity of the folder of initial weights: size of each .json and .safetensors file, and a
+    hash of its first and last bytes."""
     files: dict[str, Any] = {}
     names = sorted(p for p in path.expanduser().glob("*") if p.suffix in (".json", ".safetensors"))
     for file in names:

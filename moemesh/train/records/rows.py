@@ -34,7 +34,7 @@ MOST_WAITING = 4096
 
 
 class RowLog:
-    """Appends rows, floats in full precision, each call with one write: all of its rows or none.
+    """Appends rows, floats in full precision, all rows of a call or none.
 
     Rows that cannot be written wait in memory for the next successful write.
     """

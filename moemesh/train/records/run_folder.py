@@ -1,4 +1,4 @@
-"""The run folder: files of a run, written so that a crash at any point loses nothing.
+"""The run folder: files of a run, which can resume after a crash at any point.
 
     config.toml plan.json          the resolved configuration and the plan
     schedule.txt                   of a plan whose schedule is a file or searched
@@ -8,7 +8,8 @@
     lease                          locked while a run is active (moemesh.monitor.lease)
     failures/EPOCH/failure.json    of earlier failures
 
-One process, rank 0, opens and writes it.
+The process of the user, or rank 0 of torchrun, opens and locks it. Rank 0 writes rows and results;
+the process that watches the ranks adds events and reports of failures.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Recorded(NamedTuple):
 
 
 class RunFolder:
-    """An opened run folder. `has_run`: an earlier run left something to resume; `checkpoints`:
+    """An opened run folder. `has_run`: an earlier run has been in it; `checkpoints`:
     folder of the checkpoint store; `epoch`: that of the start that may write now, None if
     unknown."""
 
@@ -108,8 +109,9 @@ class RunFolder:
         """The folder, existing or not, under the rules of `train.resume`; writes nothing.
 
         "auto" resumes a run or starts one, but refuses a run without its checkpoints. "never"
-        refuses a folder with content, "must" one without a checkpoint. None refuses nothing, since
-        another rank has checked, and may have begun to write. Raises RunFolderError.
+        refuses a folder with content, "must" one without a checkpoint; each refuses other files
+        without a run. None applies none of these rules, since another rank has checked, and may
+        have begun to write. Links are always refused. Raises RunFolderError.
         """
         path = Path(path).expanduser()
         names = names_in(path)
@@ -182,8 +184,9 @@ class RunFolder:
 
     @cached_property
     def recorded(self) -> Recorded:
-        """The record in the newest checkpoint, or, if that has none (of an older version), in the
-        files of the run folder. Raises RunFolderError for unreadable ones."""
+        """The record in the newest readable checkpoint, or, if that has none (of an older version),
+        in the files of the run folder. Raises RunFolderError for unreadable files, and for a store
+        that does not answer."""
         text = self._read_text(RUN_CONFIG)
         for step in _steps(self.checkpoints):
             path = self.checkpoints / f"step-{step}"

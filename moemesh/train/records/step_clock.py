@@ -3,6 +3,8 @@
 Forward hooks mark the begin and the end of a module. Hooks on its output and its input, which are
 called when their gradients are complete, mark its backward. Waits for other ranks come from
 :mod:`moemesh.monitor.progress`. A GPU runs later than its host, so nothing is measured there.
+
+Legend: T tokens of a microbatch.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ def open_weights(
     config: RunConfig, log: Callable[[str], None] = lambda note: None
 ) -> HuggingFaceWeights | HubWeights:
     """The folder of transformers that a run starts from. Raises CheckpointError unless it holds
-    exactly the tensors of the run's model. `log` gets notes on them, before any tensor is read."""
+    the tensors of the run's model, and no others (with transformers' own code, it may hold more).
+    `log` gets notes on them, before any tensor is read."""
     assert config.model_path is not None
     if config.model.architecture is not None:
         # Late: transformers takes seconds to import.
@@ -173,7 +174,7 @@ def open_adapters(config: RunConfig, *, trains: bool = True) -> AdapterFolder | 
 
 def write_adapter(source: Path, out: Path, *, dtype: str | None = None, best: bool = False) -> None:
     """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT. Raises
-    ConfigError for a run without adapters."""
+    ConfigError for a run without adapters, or with other trained weights that PEFT cannot hold."""
     run, config, checkpoint = _opened(source, best)
     if not config.lora.rank:
         message = f"{run} has no adapters: its lora.rank is 0"
@@ -222,9 +223,10 @@ def convert(
     folder `out`; returns the format that was written.
 
     `dtype`: that of the written weights (default: for a run's export its training dtype, for a new
-    run float32, from folder to folder that of config.json). `like`: a folder of transformers whose
-    config.json, tokenizer and family are used. `expert_layout`: that of a written folder (default:
-    that of transformers). `delta`: tensors that replace those of a folder.
+    run float32, from folder to folder that of config.json; for a model of transformers' own code
+    that of each tensor of the source folder). `like`: a folder of transformers whose config.json,
+    tokenizer and family are used. `expert_layout`: that of a written folder (default: that of
+    transformers). `delta`: tensors that replace those of a folder.
     """
     to = weight_sources.target_of(source, to, dtype, expert_layout)
     if to == "moemesh":
@@ -284,8 +286,8 @@ def convert(
                 model = export.exported(model.with_lora(NO_ADAPTERS))
                 weights = equivalent(weights, config.model, model)
         _write(weights, model, out, dtype, expert_layout, origin, delta, on_file)
-    # The folder gets the tokenizer of the run, or that of adapters which have one, unless `like`
-    # has one. After a run on conversations, generation also stops at the end of a turn.
+    # The folder gets the tokenizer of the run, or that of `source`, unless `like` is given. After a
+    # run on conversations, generation also stops at the end of a turn.
     if like is None and (run is not None or config.data.tokenizer == str(source.resolve())):
         try:
             put_tokenizer(out, Tokenizer.open(config.data.tokenizer))
@@ -362,7 +364,7 @@ def _dtype_of(folder: Path) -> str:
 
 def write_trained(source: Path, out: Path, *, dtype: str | None = None, best: bool = False) -> None:
     """Write the tensors that a run (or one of its checkpoints) trained as a delta on its source
-    folder. Raises ConfigError for a run without one."""
+    folder. Raises ConfigError for a run without one, or with adapters."""
     run, config, checkpoint = _opened(source, best)
     if config.model_path is None or not has_weights(Path(config.model_path)):
         message = f"{run} started from no existing folder of weights: a delta needs it as its base"
@@ -456,7 +458,8 @@ def upcycle(
     """Write the dense folder `source` as a mixture of experts: a folder of transformers of a family
     that computes it, or a run before its first step.
 
-    Raises ConfigError for a model that has experts, or that no family computes.
+    Raises ConfigError for a model that has experts, and for a folder of a model that no family
+    computes.
     """
     fix = "a dense folder of transformers"
     if not (source / CONFIG).exists():
@@ -484,7 +487,7 @@ def upcycle(
 
 def upcycled_model(dense: ModelConfig, recipe: UpcycleRecipe) -> ModelConfig:
     """The mixture of experts; the weights of the experts of a token sum to one. Raises ConfigError
-    with every rule that it would break."""
+    if no layer would have experts, or with every rule that the model would break."""
     layers = range(recipe.every - 1, dense.num_layers, recipe.every)
     if not layers:
         message = f"every={recipe.every} leaves none of {dense.num_layers} layers"

@@ -1,7 +1,8 @@
 """Export of a model of transformers' own code: a copy of its source folder with new weights.
 
-Names, dtypes and files are those of the folder that a run started from; the run folder has a record
-of them. Tensors that did not train, and tensors outside of the model, are copied byte by byte.
+Names, dtypes and files are those of the folder that a run started from (of ``--like`` if given);
+the run folder has a record of them. Tensors that did not train, and tensors outside of the model,
+are copied byte by byte, unless the folder is gone or another dtype is requested.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from moemesh.train.records.run_folder import RunFolder
 def contents(
     parallel: RankModel, optimizer: Optimizer, state: Mapping[str, object], *, moments: bool = True
 ) -> tuple[list[Shard], dict[str, object]]:
-    """The shards that this rank saves, which share memory with the tensors that train, and `state`
+    """The shards that this rank saves, which share memory with the tensors of the run, and `state`
     with layout, moments and updates; without `moments` only weights and buffers."""
     mesh = parallel.mesh
     shards = list(owned_shards(parallel, _weights(parallel, optimizer), "model.", saved=True))
@@ -62,7 +62,7 @@ def newest(
     folder: RunFolder, parallel: RankModel, on_skip: Callable[[int, str], None]
 ) -> Checkpoint | None:
     """The newest checkpoint that verifies, the same on every rank; None without any. One with
-    non-finite numbers is used only if all have some."""
+    non-finite numbers is used only if all have some. Raises CheckpointError if none verifies."""
     mesh = parallel.mesh
     checkpoint, skipped = store.open_together(folder.checkpoints, mesh.control, prefer_finite=True)
     if checkpoint is None and skipped:
@@ -81,7 +81,7 @@ def newest(
 
 
 def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> None:
-    """Restore weights, moments and buffers, each rank reading only what it owns. All ranks call."""
+    """Restore weights, moments and buffers, each rank those that it holds. All ranks call."""
     shards = list(owned_shards(parallel, _weights(parallel, optimizer), "model."))
     moments: dict[str, dict[str, Tensor]] = {}
     stored = frozenset(checkpoint.names())
@@ -104,14 +104,15 @@ def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> N
 
 
 class WeightSource(Protocol):
-    """A checkpoint, or a folder of transformers; fills every shard's tensor in place."""
+    """Weights by name, such as a checkpoint or a folder of transformers; fills every shard's tensor
+    in place."""
 
     def load_into(self, shards: Sequence[Shard]) -> None: ...
 
 
 def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimizer) -> None:
     """Start from the weights and buffers of `weights`, without moments; all ranks call, and each
-    reads only what it holds."""
+    fills what it holds, for which a conversion may read more."""
     weights.load_into(
         [*owned_shards(parallel, _weights(parallel, optimizer), "model."), *_buffers(parallel)]
     )
@@ -121,7 +122,8 @@ def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimize
 @torch.no_grad()
 def load_base(weights: WeightSource, parallel: RankModel) -> None:
     """Read the weights that do not train, which checkpoints of a run on a packed base leave out;
-    packed ones piece by piece, in fp32. Each rank reads only what it holds."""
+    packed ones piece by piece, in fp32. Under zero3 a rank reads all pieces of its slice of a
+    packed weight, and keeps its part."""
     reducer, packed = parallel.reducer, dict[str, Tensor]()
     whole = dict(reducer.frozen_weights)
     for name in list(whole):
