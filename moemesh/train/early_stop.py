@@ -19,7 +19,7 @@ class EarlyStop:
         self.load_state({})
 
     def add(self, step: int, loss: float) -> None:
-        """Add the loss of the validation after `step`; one that is not finite is never lowest."""
+        """Add the loss of the validation after `step`; NaN and infinity are never lowest."""
         self._newest = step, loss
         self.since += 1
         if loss < self.best[1]:

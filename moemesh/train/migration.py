@@ -26,7 +26,8 @@ from moemesh.parallel.placement import OwnRange
 from moemesh.train.optimizer import Optimizer, has_master
 from moemesh.train.step import StepBoundary
 
-#: Share by which the hottest rank's load may exceed that of the best placement; experts stay then.
+#: Share by which the hottest rank's load may exceed the lower bound of any placement; experts stay
+#: then.
 TOLERANCE = 0.05
 #: Largest product of experts and ranks that is planned in plain Python, without compilation.
 LARGEST_UNCOMPILED = 256

@@ -28,7 +28,8 @@ class ProfileTaken(Exception):
 class ProfiledSteps:
     """Profiles `num_steps` steps, after :data:`WARM_UP` steps and :data:`PLAIN` ones, whose time is
     measured without a profiler; every rank then writes its trace to the folder `profile` of the
-    run, with clock readings for the alignment, and raises ProfileTaken."""
+    run, with clock readings for the alignment, and raises ProfileTaken. Steps of one call of
+    :meth:`advance` (all up to a drain of the pipeline) count as one."""
 
     def __init__(self, session: Session, steps: Steps, num_steps: int) -> None:
         self._session, self._steps, self._num_steps = session, steps, num_steps

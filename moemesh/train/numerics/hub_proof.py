@@ -6,8 +6,8 @@ A difference of losses or gradients above :data:`MOST` refuses the layout.
 
 The small model is tuned as the run is: with adapters at the same projections, which the one device
 adds to the weights, and with the same patterns of what trains. If a run trains some experts of a
-layer, every second expert of the small model trains, which has fewer. If the patterns match nothing
-in the small model, because they name other layers, all of it trains.
+layer, every second expert of the small model, which has fewer, trains. If the patterns match
+nothing in the small model, because they name other layers, all of it trains.
 """
 
 from __future__ import annotations

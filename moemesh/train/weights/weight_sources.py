@@ -61,7 +61,7 @@ def config_of(source: Path, given: Sequence[str], *, prints_notes: bool = False)
     if (source / CONFIG).exists() or is_adapter_folder(source):
         resolved = load_run([], [f"model.path={source}", *given])
         config = resolved.config
-        if prints_notes and "RANK" not in os.environ:  # the launcher prints them
+        if prints_notes and "RANK" not in os.environ:  # our launcher prints them
             for note in resolved.notes:
                 print(f"moemesh: note: {note}", file=sys.stderr, flush=True)
     elif (source / RUN_CONFIG).exists():
