@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 import subprocess
 import sys
@@ -233,6 +234,17 @@ def test_a_loop_of_ones_own_equals_one_device(tmp_path: Path) -> None:
         for found, other in run(num_ranks, loop, plan, str(tmp_path / "four"), True):
             assert found == [pytest.approx(expected[1], rel=1e-9)]
             assert other == pytest.approx(held_out, rel=1e-9)
+
+
+def test_an_evaluation_reads_weights_that_an_optimizer_has_changed() -> None:
+    """Weights in bfloat16 are copies of the masters that an optimizer or a checkpoint changes."""
+    config = mm.load(None, {"model": SMALL})
+    sizes: dict[str, Any] = {"seq_len": 8, "global_batch": 2, "dtype": "bfloat16"}
+    model = mm.parallelize(config.model, config.plan, mm.Mesh.single("cpu"), **sizes)
+    with torch.no_grad():
+        for master in model.parameters():
+            master.zero_()
+    assert model.evaluate(torch.arange(18).view(2, 9)) == pytest.approx(math.log(256), rel=1e-6)
 
 
 def test_a_search_knows_the_length_of_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

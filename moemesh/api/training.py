@@ -126,7 +126,7 @@ class ParallelModel(Shown):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Logical name -> this rank's shard, for an optimizer; for a bfloat16 weight its fp32
-        master, from which :meth:`step` rounds the weight before the forward."""
+        master, from which the weight is rounded before a forward."""
         yield from self._masters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -161,11 +161,9 @@ class ParallelModel(Shown):
         extras = {"valid": valid, "loss_mask": loss_mask, "documents": documents}
         batches = self._own(tokens, targets, extras, parts, self.num_steps + 1)
         check_limit("clip", clip)
-        with torch.no_grad():
-            for name, parameter in self.parallel.model.named_parameters():
-                self._masters[name].grad = parameter.grad = None
-                if self._masters[name] is not parameter:
-                    parameter.copy_(self._masters[name])
+        for name, parameter in self.parallel.model.named_parameters():
+            self._masters[name].grad = parameter.grad = None
+        self._round_masters()
         self.num_steps += 1
         recorder = TimelineRecorder(self.parallel.mesh.rank)
         result = gradients_of_step(self.parallel, batches, recorder)
@@ -188,11 +186,19 @@ class ParallelModel(Shown):
         documents: Tensor | None = None,
     ) -> float:
         """Returns the mean negative log-likelihood of a global batch in nats a token, the same on
-        every rank; all ranks call it. Arguments are those of :meth:`step`. A bfloat16 weight has
-        the value of its master in the last :meth:`step`."""
+        every rank; all ranks call it. Arguments are those of :meth:`step`."""
+        self._round_masters()
         extras = {"valid": valid, "loss_mask": loss_mask, "documents": documents}
         batches = self._own(tokens, targets, extras, 1, self.num_steps)
         return evaluate(self.parallel, batches)
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        """Give the bfloat16 weights the values of their masters, which an optimizer or a checkpoint
+        may have changed."""
+        for name, parameter in self.parallel.model.named_parameters():
+            if self._masters[name] is not parameter:
+                parameter.copy_(self._masters[name])
 
     def state_dict(self) -> dict[str, Tensor | Sharded]:
         """Returns logical name -> this rank's part of a parameter, with global shape and offset, or
