@@ -1,7 +1,7 @@
 """Buckets: parameters whose gradients are summed, sharded and gathered in one operation.
 
 The parameters of a bucket are equal in four properties: the axis of their gradient sum (under
-zero3: its ranks), the dtype of their weights, whether two pipeline ranks hold them, and whether
+zero3: its ranks), the bytes of their weights, whether two pipeline ranks hold them, and whether
 they train. Parameters come in reversed order, because the backward reaches the last layers first;
 a bucket is closed when it is large enough. A bucket of n elements is one flat vector. If states are
 sharded, rank i of the N ranks that share them (with a parameter server: of the N servers) owns

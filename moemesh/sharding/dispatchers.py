@@ -1,4 +1,4 @@
-"""Rows that every dispatcher moves under uniform routing, the size of a row, limits of buffers.
+"""Rows that dispatchers move under uniform routing, the size of a row, limits of buffers.
 
 The hops of a dispatcher are in :data:`moemesh.config.dispatcher_table.DISPATCHERS`. Legend: T
 tokens of a rank, K experts of a token, P ranks in R nodes, d distinct ranks with experts of a token

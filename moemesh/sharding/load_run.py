@@ -37,8 +37,8 @@ def load_recorded(
     path: Path, overrides: Sequence[str] = (), *, sections: Sequence[str] = tuple(SECTIONS)
 ) -> RunConfig:
     """The configuration that a run has written (``config.toml``), with `overrides`. Other sections
-    than `sections` get their defaults. The file has every key, so neither presets nor the folder of
-    the weights are read.
+    than `sections` get their defaults. The file has every key, so presets are not read; of the
+    folder of the weights only config.json is, for a model of transformers.
 
     Raises ConfigError with every problem found.
     """
@@ -65,7 +65,8 @@ def contradictions(
     folder: ConfigSource, chosen: Mapping[str, Leaf], broken: Collection[str]
 ) -> Iterator[Problem]:
     """A problem for each key of `chosen` whose value gives the model other tensors than those of
-    the `folder`. Keys that are `broken` have a problem already."""
+    the `folder`; for a model of transformers, for each changed key without effect. Keys that are
+    `broken` have a problem already."""
     values = {
         key.removeprefix("model."): leaf.value
         for key, leaf in folder.leaves.items()
@@ -105,7 +106,8 @@ def contradictions(
         yield leaf.problem("conflict", key, message, f"leave {key} out, or choose another folder")
 
 
-#: Keys of [model] that count for a model of transformers: how its experts are balanced.
+#: Keys of [model] that count for a model of transformers: its `implementation`, and how its experts
+#: are balanced.
 _BALANCING = frozenset(
     {"aux_loss_coefficient", "aux_loss_layers", "aux_loss_scope", "z_loss_coefficient"}
     | {"router_bias_rate", "implementation"}
@@ -113,7 +115,8 @@ _BALANCING = frozenset(
 
 
 def _shapes(values: Mapping[str, object]) -> dict[str, tuple[int, ...]] | None:
-    """Name -> shape of every parameter; None for values that make no legal model."""
+    """Name -> shape of every parameter, and of a selection bias if routers have one; None for
+    values that make no legal model."""
     try:
         model = ModelConfig.model_validate(dict(values))
     except ValidationError:

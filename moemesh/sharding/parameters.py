@@ -1,6 +1,7 @@
-"""Every parameter tensor of our own model: its name, logical shape, shards and gradient sum.
+"""Every parameter tensor of a model: its name, logical shape, shards and gradient sum.
 
-The order is that of the model's own list of parameters; tests compare names and shapes.
+The order is that of the model's own list of parameters; tests compare names and shapes. For models
+of transformers it is that of their record (:mod:`moemesh.config.architecture`).
 
 The residual stream is always token-sharded, so the local gradient of every parameter is *partial*
 on every axis on which the parameter is replicated: the true gradient is the SUM over those axes.
@@ -11,10 +12,11 @@ From that one rule everything follows (no averaging, no factor):
 | QKV, its bias, sinks, norms over all heads | tp | dp_cp |
 | latents up to heads (MLA), row-parallel W_o | tp | dp_cp |
 | dense and shared MLP, vocabulary rows | tp | dp_cp |
-| other norms, router, output bias | - | stage (dp, cp, tp) |
+| other norms, router, shared gate, other biases | - | stage (dp, cp, tp) |
 | down to latents (MLA), whole W_o after the all_to_all exit | - | stage (dp, cp, tp) |
 | routed experts | ep, etp | edp |
 | factors of adapters | as their weight, in the dims they have | see `config.lora` |
+| weights of transformers other than experts | - | stage (dp, cp, tp) |
 
 The second half of the module is about parameters that train (:mod:`moemesh.config.tuning`). The
 units of the model, in the order of its forward, are the embedding, the layers, the head with its

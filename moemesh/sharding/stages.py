@@ -14,7 +14,7 @@ from moemesh.sharding.parameters import attention_tensors
 
 def layer_costs(model: ModelConfig) -> list[int]:
     """Number of matrix elements that multiply a token in each layer: half its forward FLOPs.
-    Attention scores are left out: they cost the same in every layer."""
+    Attention scores are left out: without windows they cost the same in every layer."""
     weights = attention_tensors(model, Plan())
     attention = sum(prod(tensor.shape) for tensor in weights if len(tensor.shape) > 1)
     dense = 3 * model.hidden_size * model.intermediate_size
@@ -40,8 +40,8 @@ def cut_layers(
 ) -> tuple[range, ...]:
     """The layers of each stage: `sizes` of them, or the cut whose costliest stage is cheapest.
 
-    Every stage has a layer; the last also has the head. Of equally good cuts, the one with longer
-    early stages is chosen. Raises ValueError if there are more stages than layers, or if `sizes` do
+    Every stage has a layer; the last also has the head. Ties are broken as in
+    :func:`balanced_sizes`. Raises ValueError if there are more stages than layers, or if `sizes` do
     not add up.
     """
     if not 1 <= num_stages <= model.num_layers:
@@ -66,8 +66,8 @@ def layer_runs(sizes: Sequence[int]) -> tuple[range, ...]:
 def balanced_sizes(costs: Sequence[int], last_extra: int, num_stages: int) -> tuple[int, ...]:
     """Layers per stage that minimise the cost of the costliest stage, the sum of its layers'
     `costs`, to which the last stage adds `last_extra`; of equal cuts the one with the least sum of
-    squared costs, so that no stage is needlessly long. Dynamic programming over (stages, layers),
-    from the end: O(stages * layers^2)."""
+    squared costs, so that no stage is needlessly long, then the one with longer early stages.
+    Dynamic programming over (stages, layers), from the end: O(stages * layers^2)."""
     if not 1 <= num_stages <= len(costs):
         raise ValueError(
             f"{num_stages} stages need at least as many layers, there are {len(costs)}"

@@ -37,7 +37,7 @@ class LayerLoads:
     assignments that no expert computed. For several steps, `mean_ratios` has the ratio of largest
     to mean load, of experts and of ranks, averaged over the steps, and `highest_ratio` is that of
     the experts in the least balanced step. For one step both are None: the tokens determine them.
-    Raises ValueError for a negative number.
+    Raises ValueError for a negative number, and for no steps.
     """
 
     step: int
@@ -178,7 +178,8 @@ def max_over_mean(loads: Iterable[int]) -> float:
 
 
 def collapse_text(loads: Iterable[LayerLoads]) -> str:
-    """A sentence on collapsed routing in the last steps of `loads`; "" without any."""
+    """A sentence on collapsed routing in the last steps of `loads`, which ascend in each layer; ""
+    without any."""
     by_layer: defaultdict[int, list[LayerLoads]] = defaultdict(list)
     for row in loads:
         by_layer[row.layer].append(row)

@@ -1,7 +1,7 @@
 """Facts of the machine from Linux, with fallbacks for other systems.
 
-Only this module reads ``/proc`` and calls the C library. No function raises if the system lacks a
-feature; each documents its fallback.
+Only this module reads ``/proc`` and calls the C library. No function raises if a Unix system
+lacks a feature; those that need one document their fallback.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def boot_name() -> str:
 
 
 def process_namespace() -> str:
-    """Identity of the process namespace, equal for processes that can see each other; "" without
+    """Identity of the process namespace, equal for processes with the same process ids; "" without
     namespaces."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")

@@ -14,8 +14,8 @@ from typing import Any
 from moemesh.trace.strict_json import read_fields
 
 #: Kinds of activations: the residual stream at the ends of the model and before recomputed layers,
-#: the parts of layers, head and loss, logits of the current chunks of the loss, and tensors kept
-#: only for deferred weight gradients.
+#: the parts of layers, head and loss, logits of the current chunks of the loss, tensors kept only
+#: for deferred weight gradients, and others.
 ACTIVATION_KINDS: tuple[str, ...] = (
     *("stream", "norms", "attention", "mlp", "router", "dispatch", "experts", "head"),
     *("logits", "deferred", "other"),

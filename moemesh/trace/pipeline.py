@@ -25,7 +25,7 @@ class PipelineMessage(NamedTuple):
 
 
 def flows(timeline: Timeline) -> tuple[PipelineMessage, ...]:
-    """The messages between ranks, ordered by their producers.
+    """The messages between ranks, grouped by operation, in the order of the first producers.
 
     The forward of a stage feeds that of the next one, a backward (``B`` or ``I``) that of the
     previous stage. If several ranks run one operation (data or tensor parallel peers), they are
@@ -63,8 +63,8 @@ def activations(timeline: Timeline, *, held: float = 1.0) -> dict[int, Steps]:
     """Activations held by each rank over time, in microbatches of its whole share of layers.
 
     A forward adds one at its start, a full backward releases it at its end. ``I`` releases all but
-    the share `held`, which ``W`` releases. A pass of one of n chunks counts 1/n, and so does one of
-    n slices. Ranks without pipeline records are left out.
+    the share `held`, which ``W`` releases. A pass of one of n chunks of a pipe counts 1/n, and so
+    does one of n slices. Ranks without pipeline records are left out.
     """
     changes = {"F": (1.0, 0.0), "B": (0.0, -1.0), "I": (0.0, held - 1.0), "W": (0.0, -held)}
     return _summed(timeline, changes, whole=True)

@@ -76,7 +76,8 @@ class Profile:
     num_steps: int
 
     def to_json(self) -> dict[str, Any]:
-        """The merged trace for Perfetto and chrome://tracing; it starts at time 0."""
+        """The merged trace for Perfetto and chrome://tracing; its first event of the profiler is at
+        time 0."""
         start = min((e["ts"] for profile in self.ranks for e in profile.events), default=0.0)
         events: list[Event] = []
         for profile in self.ranks:
@@ -107,7 +108,8 @@ class Profile:
 def read_profile(folder: Path) -> Profile:
     """The profile in `folder`, written by the ranks of a run.
 
-    Raises ValueError for a missing or malformed file.
+    Raises ValueError without a profile or for malformed JSON, OSError for a missing trace, KeyError
+    for a missing key.
     """
     notes = [_object(path) for path in sorted(folder.glob("rank-*.notes.json"))]
     if not notes:

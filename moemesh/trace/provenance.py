@@ -59,7 +59,8 @@ class ProvenancePart(NamedTuple):
 
 
 def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenancePart]:
-    """Steps 1 to `last`, a part for each start; a repeated step belongs to its newest start.
+    """Steps 1 to `last`, a part for each start; a repeated step belongs to its newest start, and a
+    start whose steps were all repeated has no part.
 
     Raises KeyError, TypeError or ValueError for a record without a valid first step.
     """

@@ -1,6 +1,6 @@
 """Reader of a run folder: all records of a run, finished or not.
 
-Missing files are tolerated; an unreadable line or file (a run killed during a write) is left out
+Missing files are tolerated; a malformed line or file (a run killed during a write) is left out
 and named in `Run.warnings`. Only a folder without any file of a run is an error.
 """
 
@@ -222,7 +222,7 @@ class Run(Shown):
     earlier_failures: tuple[Mapping[str, Any], ...] = ()
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
     warnings: tuple[str, ...] = ()
-    #: Last step recorded in any file of the run.
+    #: Last step in the metrics, the loads, the checkpoints and the summary of the run.
     last_step: int = 0
     #: Not stored; set by a caller that has the cluster.
     planned: PlannedStep | None = None
@@ -259,8 +259,8 @@ class Run(Shown):
     @cached_property
     def plans(self) -> tuple[ProvenancePart, ...]:
         """Plans of the run, the current one last: each has the section of the configuration as its
-        `record`, and the consecutive steps under it. Another batch size, dtype or devices begin a
-        new part, too."""
+        `record`, and the consecutive steps under it. Another sequence length, batch size, dtype or
+        devices begin a new part, too."""
         parts: list[tuple[ProvenancePart, object]] = []
         last = self.metrics[-1].step if self.metrics else 0
         try:
@@ -412,7 +412,7 @@ def read_metrics(folder: Path | str) -> Iterator[MetricsRow]:
 
 
 class _Reader:
-    """Reader of the files of one folder; collects warnings on unreadable ones."""
+    """Reader of the files of one folder; collects warnings on malformed ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,7 +1,7 @@
 """Bytes that each rank sends and receives in a collective: closed forms, exact to the byte.
 
-Every function returns a `WireBytes` for one rank (`index` of `size`), exact also where
-sizes do not divide. The algorithms that the ledger states:
+The functions of collectives return a `WireBytes` for one rank (`index` of `size`), exact also
+where sizes do not divide. The algorithms that the ledger states:
 
 all_reduce          ring: reduce-scatter, then all-gather, over chunks of balanced size
                     (`moemesh.config.layout.shard_sizes` of the number of elements)
