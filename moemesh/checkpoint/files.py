@@ -1,8 +1,8 @@
 """All access to files of checkpoints: exclusive creation, fsync, renames, bounded reads.
 
-Every step that a crash can interrupt is one call of `os` in this module, so that a test can stop
-the store at each. Files are created exclusively, symbolic links are not followed. In an object
-store, which has neither folders nor renames nor syncs, a file is one object.
+Every step of a save that a crash can interrupt is one call of `os` from this module, so that a test
+can stop the store at each. Files are created exclusively, symbolic links are not followed. In an
+object store, which has neither folders nor renames nor syncs, a file is one object.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def replace_file(path: Place, content: bytes) -> None:
 
 
 def replace_by(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Same as :func:`replace_file`, for content in parts. After an error no temporary file is
+    """Same as :func:`replace_file`, for content in parts. After an OSError no temporary file is
     left."""
     temporary = path.with_name(f".{path.name}.tmp")
     remove_file(temporary)
@@ -210,8 +210,8 @@ def remove_file(path: Place) -> None:
 
 
 def remove_folder(path: Place, check: Callable[[], None] = lambda: None) -> None:
-    """Deletes a folder with its content, a manifest first, if the folder exists. `check` is called
-    before the deletion; an exception from it cancels the deletion."""
+    """Deletes a folder with its content (in an object store a manifest first), if the folder
+    exists. `check` is called before the deletion; an exception from it cancels the deletion."""
     if isinstance(path, RemotePath):
         with suppress(OSError):
             path.remove_all(MANIFEST, check)

@@ -1,8 +1,8 @@
 """Tensors of files: reads from verified checkpoints of any layout, and the bytes of new files,
 whose tensors may be computed at the time of the write.
 
-Everything is checked (:mod:`moemesh.checkpoint.stored`) before anything is read; nothing is cast.
-The format of files is that of :mod:`moemesh.checkpoint.header`.
+Everything, by default with the digests, is checked (:mod:`moemesh.checkpoint.stored`) before
+anything is read; nothing is cast. The format of files is that of :mod:`moemesh.checkpoint.header`.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def safetensors_bytes(
 class Shard:
     """The rectangle ``offset .. offset + tensor.shape`` of the logical tensor `name` of `shape`.
 
-    Exactly one rank holds each element; replicas are saved by one of their holders only. For a save
-    the tensor may be on the meta device; then `make` returns its numbers at the time of the write.
+    In a save exactly one shard has each element: replicas are saved by one of their holders. The
+    tensor may then be on the meta device, and `make` returns its numbers at the time of the write.
     """
 
     name: str
@@ -104,8 +104,9 @@ class Checkpoint(StoredCheckpoint):
     ) -> torch.Tensor:
         """The rectangle ``offset .. offset + shape`` (default: all) of a tensor, on the CPU.
 
-        Reads only the needed parts of all files that hold them. Raises CheckpointError for an
-        unknown name, or a rectangle outside the tensor.
+        Reads the needed pages of files; from an object store, each slice of which any part is
+        needed. Raises CheckpointError for an unknown name, a rectangle outside the tensor, or a
+        file that was shortened.
         """
         bits = self.read_bits(name, offset, shape)
         return torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(self.dtype(name))
@@ -140,9 +141,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Opens and verifies ``folder/step-<step>``.
 
-    With "sizes", digests of the tensor files are not checked, which would read every byte: if one
-    rank has checked them, the others open by sizes. Raises CheckpointError naming the file and its
-    fault.
+    With "sizes", digests of the tensor files are not checked, since that reads every byte: ranks
+    share that work, or one of them does it, and the others open by sizes. Raises CheckpointError
+    naming the file and its fault.
     """
     stored = open_stored(folder, step)
     checkpoint = Checkpoint(stored.path, stored.manifest)
@@ -157,8 +158,9 @@ def latest(
     """The newest checkpoint that verifies, or None.
 
     Each newer one that fails is passed to ``on_skip(step, reason)``, which should warn the user.
-    `prefer_finite`: a checkpoint with infinities or NaN is skipped in the same way, and returned
-    only if no other verifies.
+    `prefer_finite`: a checkpoint with infinities or NaN is skipped in the same way; the newest of
+    them is returned if no finite one verifies. Raises CheckpointError for an object store that does
+    not answer.
     """
     poisoned: list[tuple[int, str, Checkpoint]] = []  # with numbers that are not finite
     for step in candidates(folder):

@@ -94,7 +94,7 @@ class RemotePath:
         return bool(self.names())
 
     def names(self) -> list[str]:
-        """Current names below this one, sorted."""
+        """Current names directly below this one, sorted."""
         # Some clients cache listings in spite of the option.
         self._call(self._filesystem.invalidate_cache)
         try:
@@ -159,8 +159,8 @@ class RemotePath:
             self._call(self._filesystem.rm_file, self._path)
 
     def remove_all(self, first: str, check: Callable[[], None] = lambda: None) -> None:
-        """Delete all objects below this name, `first` before the others. `check` is called between
-        the listing and the deletion; an exception from it cancels the deletion."""
+        """Delete all objects directly below this name, `first` before the others. `check` is called
+        between the listing and the deletion; an exception from it cancels the deletion."""
         names = self.names()
         check()
         for name in sorted(names, key=lambda name: name != first):

@@ -56,7 +56,7 @@ class VerifiedState(NamedTuple):
 
 class Pruning(NamedTuple):
     """Plan of a pruning: checkpoints to keep, newest first; steps to delete; and names of partial
-    writes and deletions that dead runs left."""
+    writes and deletions that dead runs left, and of quarantined checkpoints that are not needed."""
 
     kept: list[VerifiedState]
     doomed: list[int]
@@ -147,7 +147,8 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
     A checkpoint counts if it verifies and is finite. These are kept:
 
     - of those that count, the newest `keep`, and the one with the lowest validation loss;
-    - of those that do not verify, all that are newer than the oldest of the newest `keep`;
+    - of those that do not verify, all that are newer than the oldest of the newest `keep`, or all
+      if fewer than `keep` count;
     - of those with infinities or NaN that are newer than that one, too, the newest, for inspection;
       `keep` of them if none counts;
     - in quarantine, those that are newer than the newest one that counts.
@@ -273,7 +274,8 @@ def disk_need(config: RunConfig, checkpoints: Place) -> DiskNeed:
 
 
 def refuse_full_disk(config: RunConfig, checkpoints: Place) -> DiskNeed:
-    """Raise DiskError if no further checkpoint fits, or may be written; returns the need."""
+    """Raise DiskError if no further checkpoint fits on the disk, or if its files exceed the limit
+    of this process (ulimit -f); returns the need."""
     need = disk_need(config, checkpoints)
     limit, part = file_limit(), need.checkpoint // config.plan.world_size
     if isinstance(checkpoints, Path) and limit is not None and part > limit:

@@ -6,19 +6,21 @@ of different ranks would enter it at different points between the collectives of
 groups, even one for saves alone, need the same order on all ranks. So the ranks communicate through
 files in the temporary folder:
 
-- rank 0 creates ``step-N.tmp-<id>``; the id of every attempt is derived from the step's shared id;
-- every rank writes and reads back its file there, then ``report-NNNNN.json``, by a rename;
+- rank 0 creates ``step-N.tmp-<id>``; the id of every attempt is derived from the save's shared id;
+- every rank writes and reads back its file there, every other rank then ``report-NNNNN.json``, by a
+  rename;
 - rank 0 commits when it has all reports, by the rename that the others wait for. After a failure it
   removes the folder, waits, and creates that of the next attempt, in which all ranks rewrite.
 
 In an object store every attempt writes files with unique names into ``step-N``, and the exclusive
-creation of the manifest is the commit. No attempt overwrites or deletes anything there: a run that
-was presumed dead may still be writing, and requests that failed may still arrive.
+creation of the manifest is the commit. No attempt overwrites or deletes the files of another: a run
+that was presumed dead may still be writing, and requests that failed may still arrive. With `keep`
+rank 0 deletes files that the manifest does not name, after the commit.
 
-Rank 0 checks that the run still owns the folder before the commit and before each deletion. Only
-:meth:`Saver.start` and :meth:`Saver.finish` call collectives; all ranks call them at the same
-points of their loops. `finish` carries the problems that files cannot: on a full disk a rank may
-fail to write even its report.
+Rank 0 checks that the run still owns the folder before the commit and before each deletion outside
+of the save's own temporary folders. Only :meth:`Saver.start` and :meth:`Saver.finish` call
+collectives; all ranks call them at the same points of their loops. `finish` carries the problems
+that files cannot: on a full disk a rank may fail to write even its report.
 """
 
 from __future__ import annotations
@@ -92,9 +94,9 @@ def save(
     """Saves all ranks' shards and rank 0's `state` as ``folder/step-<step>``; all ranks call it.
 
     Raises CheckpointError on every rank when one of them fails (disk full, a hole or an overlap in
-    a tensor, the step exists); then no new file is left and older checkpoints are untouched. A
-    process that dies leaves a ``.tmp`` folder, which the next
-    :func:`moemesh.checkpoint.retention.prune` removes.
+    a tensor, the step exists); then no new file is left (in an object store perhaps those of other
+    ranks, which no manifest names) and older checkpoints are untouched. A process that dies leaves
+    a ``.tmp`` folder, which the next :func:`moemesh.checkpoint.retention.prune` removes.
     """
     saver = Saver(folder, rank=rank, world_size=world_size, gather=gather, pauses=())
     with closing(saver):
@@ -169,7 +171,8 @@ class Saver:
         steps, when no save is pending. `hurries` is called while the ranks wait for the end; it
         returns whether a failed attempt shall be the last one.
 
-        Returns when the tensors may change: after they are copied, or after the save if it blocks.
+        Returns when the tensors may change (but not what a shard's `make` reads): after they are
+        copied, or after the save if it blocks.
         Raises CheckpointError on every rank for shards or a state that cannot be saved.
         """
         assert self._job is None, "finish the last save first"

@@ -1,9 +1,9 @@
 """The checkpoint store: sharded, hashed, committed by one rename, keyed by logical names.
 
     checkpoints/
-      step-1000/                    committed, by its name
+      step-1000/                    committed, by its name (object store: by its manifest)
         manifest.json               names, slices, files with sizes and digests, state, own digest
-        rank-00007.safetensors      the slices that rank 7 held
+        rank-00007.safetensors      the slices that rank 7 saved
       step-2000.tmp-<id>/           being written: never loaded
       .trash-step-500-<id>/         being deleted: never loaded
       verified.json                 steps that were read back and verified
@@ -148,7 +148,8 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def unflatten(leaves: Mapping[str, Any]) -> Any:
-    """The inverse of :func:`flatten`; tuples come back as lists."""
+    """The inverse of :func:`flatten`, but for lists and tuples: filled ones come back as dicts by
+    index, an empty tuple as a list."""
     if list(leaves) == [""]:
         return leaves[""]
     root: dict[Any, Any] = {}
@@ -183,8 +184,8 @@ def shard_of(name: str, leaf: Any) -> Shard:
 
 
 def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> list[Shard]:
-    """Returns the shards that this rank saves; the lowest rank saves a part held by several. Raises
-    CheckpointError on every rank if the copies of such a part differ."""
+    """Returns the shards that this rank saves; the lowest rank saves a part held by several. With
+    `check_replicas` raises CheckpointError on every rank if the copies of such a part differ."""
     # A part is identified by (name, offset, shape).
     filled = [shard for shard in shards if shard.tensor.numel()]
     own_parts = {(x.name, x.offset, tuple(x.tensor.shape)): x for x in filled}

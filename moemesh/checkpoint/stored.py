@@ -53,7 +53,7 @@ class Damage(NamedTuple):
 
 
 class StoredCheckpoint:
-    """A checkpoint whose manifest, files and headers agree."""
+    """A checkpoint whose manifest, files and headers agree if :func:`open_stored` opened it."""
 
     def __init__(self, path: Place, manifest: Manifest) -> None:
         self.path, self.step, self.manifest = path, manifest.step, manifest

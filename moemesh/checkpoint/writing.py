@@ -54,9 +54,9 @@ def write_part(
     """Writes the file `path` of this rank and reads it back; without numbers no file is written.
     Returns the report on its content.
 
-    `before_tensor` is called before each tensor; an exception from it ends the write. Raises
-    CheckpointError with the path if the disk is full (with the bytes needed and free), or if the
-    file reads back differently.
+    `before_tensor` is called before the header and each tensor; an exception from it ends the
+    write. Raises CheckpointError with the path if the file cannot be written (with the bytes needed
+    and free if the disk is full), or if it reads back differently.
     """
     filled = {key: shard for key, shard in keyed.items() if shard.tensor.numel()}
     tensors = {key: shard.deferred() for key, shard in filled.items()}
