@@ -346,7 +346,7 @@ def check_adapter_folder(
     path: Path, model: ModelConfig, kind: str, *, trains: bool
 ) -> AdapterContents:
     """Contents of PEFT's folder `path` for `model`, from its adapter_config.json and the header of
-    its weights. Single layers and experts may have no adapter, or one of a smaller rank. With
+    its weights. Single modules may have no adapter, or one of a smaller rank. With
     patterns the scaling of each adapter may differ from that of [lora], unless the model `trains`:
     B is then multiplied by the ratio. Raises CheckpointError if the folder does not belong to
     `model`."""

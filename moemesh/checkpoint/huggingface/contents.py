@@ -4,7 +4,7 @@
     model.safetensors                 all tensors, or
     model.safetensors.index.json      tensor -> file, and the files it names
 
-Quantized tensors are recognised by their names and shapes; two formats are supported:
+Quantized tensors are recognised by their names and dtypes; two formats are supported:
 
     fp8     NAME.weight [R, C] of e4m3, and NAME.weight_scale_inv [ceil(R / r), ceil(C / c)]: the
             number is weight * scale of its block of r x c (DeepSeek-V3, section 3.3 of its report)

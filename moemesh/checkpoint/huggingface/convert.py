@@ -1,4 +1,4 @@
-"""Conversion of checkpoints to transformers folders and back, one tensor in memory at a time."""
+"""Conversion of checkpoints to transformers folders and back, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -78,8 +78,9 @@ def write_huggingface(
     """Write `weights` as a folder of the family `kind` with this `config`.
 
     All weights are in `dtype`, except for the routers' selection biases, which are always fp32.
-    Prediction layers of the folder `origin` that the model lacks are copied. Tensors of `delta`
-    replace those of `weights`: see :func:`put_delta`.
+    Prediction layers of the folder `origin` that the model lacks are copied, in their dtype unless
+    the folder is quantized. Tensors of `delta` replace those of `weights` as they are: see
+    :func:`put_delta`.
     """
     tensors = stored_tensors(weights, logical_tensors(model, kind, fused=fused), dtype)
     put_delta(tensors, delta)
@@ -192,8 +193,9 @@ def newest(folder: Place) -> Checkpoint:
 
 # A folder of weights in the layout of transformers, written file by file.
 #
-# One tensor is in memory at a time. Every file is renamed into place when it is complete; the index
-# and config.json come last. An interrupted conversion resumes with the first missing file.
+# Tensors are computed one by one, when they are written. Every file is renamed into place when it
+# is complete; the index and config.json come last. An interrupted conversion resumes with the first
+# missing file.
 
 #: Largest file of weights in bytes; a larger tensor has a file of its own.
 FILE_BYTES = 4 << 30
@@ -263,8 +265,8 @@ def carry_along(
     source: Path, out: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
     """Copy the files of `source` other than weights, such as tokenizer and generation settings, for
-    whose names `wanted` returns True. config.json, large files and links out of the folder are left
-    out. Returns the copied names."""
+    whose names `wanted` returns True. config.json, the index, hidden and large files, and links
+    outside of the hub's cache are left out. Returns the copied names."""
     out.mkdir(parents=True, exist_ok=True)
     copied: list[str] = []
     for name in sorted(path.name for path in source.iterdir()):

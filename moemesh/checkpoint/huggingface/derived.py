@@ -1,8 +1,8 @@
 """Weights derived from stored ones: with merged adapters, of an equivalent model in another form,
 and of a mixture of experts upcycled from a dense model.
 
-Each function maps a `Read` to a `Read`: (name, box) -> the part `box` of a weight, one range for
-each dim.
+Each public function but :func:`delta_of` maps a `Read` to a `Read`: (name, box) -> the part `box`
+of a weight, one range for each dim.
 """
 
 from __future__ import annotations

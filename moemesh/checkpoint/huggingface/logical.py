@@ -248,9 +248,10 @@ def checked_tensors(
 
 
 def ahead_tensors(names: Iterable[str], config: ModelConfig, kind: str, num_ahead: int) -> set[str]:
-    """Tensors among `names` of prediction layers (MTP) that `config` does not train; loaders of
-    transformers skip these. Prediction layers follow the last layer and have modules that no other
-    layer has; in families without known such modules, they are the first `num_ahead`."""
+    """Tensors among `names` of prediction layers (MTP) that `config` does not train, and the copies
+    of the model's tables in those that it trains; loaders of transformers skip these. Prediction
+    layers follow the last layer and have modules that no other layer has; in families without known
+    such modules, they are the first `num_ahead`."""
     ahead = {name for name in names if _AHEAD.match(name)}
     later = {name: layer for name in names if (layer := layer_of(name)) >= config.num_layers}
     layers = {later[name] for name in later if _ONLY_AHEAD.match(name)}

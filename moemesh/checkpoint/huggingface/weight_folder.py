@@ -1,7 +1,8 @@
 """Reader of weight folders in the layout of transformers, by stored names and by the logical names
 of our checkpoints.
 
-A rank reads only the slices of its shards; no rank ever holds the whole model.
+A rank reads the slices of its shards, or the rows and blocks around them (short runs, quantized
+tensors), and keeps no other weights.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def _blocks(part: range, size: int) -> range:
 
 
 class WeightFolder(FolderContents):
-    """The tensors of a folder and their numbers. With `quantization` all numbers are float32. Not
-    thread-safe. Raises CheckpointError like :class:`FolderContents`.
+    """The tensors of a folder and their numbers. If any tensor is quantized, :meth:`read` returns
+    float32 for all. Not thread-safe. Raises CheckpointError like :class:`FolderContents`.
 
     Parts of tensors are read directly into their destination. Files are read by position, not
     mapped: a mapped file costs a page fault for every few pages, counts as memory of the process
@@ -77,7 +78,8 @@ class WeightFolder(FolderContents):
         self._file, self._dtype = Path(), torch.float32
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a tensor on the CPU, in its stored dtype (packed: float32)."""
+        """The part `box` of a tensor on the CPU, in its stored dtype, or in float32 if the folder
+        has packed tensors."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor named {name}")
         if (tensor := self.packed.get(name)) is None:
@@ -212,7 +214,8 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 
 
 class FolderWeights(ABC):
-    """The weights of a folder by the names of checkpoints, with the prefix "model."."""
+    """The weights of a folder by the names of checkpoints; :meth:`load_into` takes them with the
+    prefix "model.", the other methods without it."""
 
     folder: WeightFolder
 
@@ -231,7 +234,7 @@ class FolderWeights(ABC):
 
 class HuggingFaceWeights(FolderWeights):
     """An opened weight folder. Raises CheckpointError, before any number is read, unless it holds
-    the tensors of the model `config` and no others."""
+    the tensors of the model `config`, and no others but those known to be unused."""
 
     def __init__(
         self, path: Path, config: ModelConfig, given: Mapping[str, Any] | None = None
@@ -255,7 +258,8 @@ class HuggingFaceWeights(FolderWeights):
                 piece.read_into(common, out[slices(common, box)], self.folder)
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a parameter, buffer, stack or expert, in its stored dtype."""
+        """The part `box` of a parameter, buffer, stack or expert, in the dtype of
+        :meth:`WeightFolder.read`."""
         tensor, box, is_expert = self._located(name, box)
         part = tensor.read(box, self.folder.read)
         return part[0] if is_expert else part
