@@ -4,7 +4,8 @@ If a template marks its answers (``{% generation %}``), the marked text carries 
 transformers. For other templates the answers are located by rendering: an answer begins at the end
 of the generation prompt, and ends with its end-of-turn token. A second rendering with a mark in
 place of the answer gives its position, so templates may write a turn differently when others
-follow. Templates are foreign programs; they run in jinja's sandbox.
+follow. Templates are foreign programs; they run in jinja's sandbox. Completions and segments need
+no template (:func:`completed`).
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class ChatTemplate:
         day: datetime.date | None = None,
     ) -> None:
         """Use :meth:`open`. `tokens`: the special tokens by key; `added`: all tokens that are never
-        split, the end of a turn among them; `day`: the date for templates (None: today)."""
+        split, usually the end of a turn among them; `day`: the date for templates (None: today)."""
         environment = LimitedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,

@@ -35,11 +35,12 @@ DIGEST_WHOLE, SAMPLED_BLOCKS, BLOCK = 1 << 26, 256, 1 << 14
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """A stream of token ids [num_tokens] (uint8, uint16 or int32) with its source.
+    """A stream of token ids [num_tokens] with its source: uint8 or int32 for texts, the dtype of
+    the file for token files.
 
     ``starts`` int64: the first token of each document; the newline after a text belongs to it.
     ``learned`` bool: tokens that carry loss as targets; None: all, without conversations.
-    ``digest``: digest of the three arrays, if the writer of the files has computed it.
+    ``digest``: digest of the files of the three arrays, if their writer has computed it.
     """
 
     tokens: np.ndarray
@@ -60,11 +61,11 @@ class Corpus:
         log: BadRecordLog | None = None,
     ) -> Corpus:
         """Reads `path` (file, folder or glob; None: the standard library sources of this Python)
-        into memory.
+        into memory; the bytes of one large file are memory-mapped.
 
-        `tokenizer` is "bytes" (ids 0..255) or a folder with a tokenizer.json. Raises DataError with
-        file and place for anything that cannot be read or does not fit `vocab_size`; bad records
-        that `log` accepts are left out.
+        `tokenizer` is "bytes" (ids 0..255) or what :meth:`Tokenizer.open` takes. Raises DataError
+        with file and place for anything that cannot be read or does not fit `vocab_size`; bad
+        records that `log` accepts are left out.
         """
         files, source = find(path, format), "standard library" if path is None else path
         reader = Tokenizer.open(tokenizer) if isinstance(tokenizer, str) else tokenizer
@@ -163,8 +164,9 @@ def is_whole_file(files: Sequence[DataFile], reader: Tokenizer) -> bool:
 
 # Records into documents of token ids, many records at a time.
 #
-# All texts of a training run pass through this code, at its start or in ``moemesh tokenize``. The
-# tokenizer's own threads process one batch of records while Python reads the next.
+# All texts pass through this code, at the start of a run or in ``moemesh tokenize``, except a
+# single file whose bytes are the tokens (:func:`is_whole_file`). The tokenizer's own threads
+# process one batch of records while Python reads the next.
 #
 # Documents follow one another in a stream; the ids of :func:`between` follow each text but the last
 # document, and the text of a template follows a conversation.

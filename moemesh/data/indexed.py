@@ -56,9 +56,9 @@ class Sidecar:
     """The facts in ``PREFIX.meta.json``.
 
     `tokenizer` is the fingerprint of :class:`moemesh.data.tokenizer.Tokenizer`; `vocab_size` counts
-    its ids, and `max_id` is the largest in the file. `end_of_document` are the ids after each
-    document (after the last one if `ends_last`). `files` has bytes and blake2b-128 by suffix;
-    `made_from` describes the source, in the form of the writing program.
+    its ids, and `max_id` is the largest in the file. `end_of_document` are the ids after each text
+    but the last document, or (`ends_last`) after each document. `files` has bytes and blake2b-128
+    by suffix; `made_from` describes the source, in the form of the writing program.
     """
 
     tokenizer: str
@@ -344,7 +344,8 @@ class IndexedTokens:
             )
 
     def verify(self) -> None:
-        """Reads all bytes and raises DataError for a file that differs from the sidecar."""
+        """Reads all bytes and raises DataError for a file that differs from the sidecar; no-op
+        without one."""
         for suffix, facts in (self.sidecar.files if self.sidecar else {}).items():
             path = path_with(self.prefix, suffix)
             with path.open("rb") as file:
@@ -504,7 +505,7 @@ class IndexedWriter:
             os.close(folder)
 
     def abandon(self) -> None:
-        """Removes the temporary files."""
+        """Removes the temporary files of tokens and mask."""
         for file in (self._bin, self._mask):
             if file is not None:
                 file.abandon()

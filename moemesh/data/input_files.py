@@ -1,7 +1,7 @@
 """The files that a path names, and the format of each: by its name, checked by its first bytes.
 
-Formats are never guessed silently. Compressed or binary content is never read as text, and JSON is
-read as text only with ``data.format = "text"``.
+Formats are never guessed silently. Content that is compressed or binary by its first bytes is never
+read as text, and a file whose first line is a JSON object only with ``data.format = "text"``.
 """
 
 from __future__ import annotations

@@ -125,8 +125,9 @@ class Interleaving:
     """The source that each position of a run draws from.
 
     A period of positions repeats; in it, source s is drawn ``counts[s]`` times, as evenly spaced as
-    whole numbers allow. The shares equal the weights exactly over every period, and nearly over any
-    stretch. `counts` int64 [sources], `period` their sum.
+    whole numbers allow. The shares equal the weights over every period (exactly, unless the period
+    would exceed LONGEST_PERIOD), and nearly over any stretch. `counts` int64 [sources], `period`
+    their sum.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -168,9 +169,9 @@ class Interleaving:
 
 
 def held_out_blocks(size: int, count: int, seed: int, source: int = 0) -> np.ndarray:
-    """`count` of the places 0..size-1 in about 32 blocks at random positions, [begin, end) int64
-    [n, 2], ascending. Only the ends of a block are next to training text, so blocks keep the two
-    apart better than single places would."""
+    """`count` of the places 0..size-1 in about 32 blocks (or `count`, if fewer) at random
+    positions, [begin, end) int64 [n, 2], ascending. Only the ends of a block are next to training
+    text, so blocks keep the two apart better than single places would."""
     if not count:
         return np.empty((0, 2), dtype=np.int64)
     block = max(1, count // 32)
@@ -203,7 +204,7 @@ class Epochs:
         ids = np.empty(len(draws), dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
             in_epoch = epochs == epoch
-            # The orders of the two epochs that a batch can span stay cached.
+            # The orders of the two newest epochs stay cached: most batches span no more.
             if epoch not in self._orders:
                 for old in [key for key in self._orders if key != epoch - 1]:
                     del self._orders[old]

@@ -1,4 +1,7 @@
-"""Training samples as text, document by document, with the targets that carry loss."""
+"""Training samples as text, document by document, with the targets that carry loss.
+
+Legend: B samples, S tokens of a sample.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Records of files: texts and conversations in order, each with its place.
 
 A record is a text (bytes, in UTF-8 for all formats but "text" and "bytes"), a conversation (a dict
-with a list under "messages"; records of ShareGPT and Alpaca are converted), or a prompt with its
-completion (a dict with these two keys). One record, or one small batch of rows, is in memory at a
-time: a file may be larger than memory.
+with a list under "messages"; records of ShareGPT and Alpaca are converted), a prompt with its
+completion (a dict with these two keys), or segments with and without loss (a dict with this key).
+One record, or one small batch of rows, is in memory at a time, so a file may be larger than memory,
+except a JSON file that is one list.
 
     format    one record is                                   place
     text      a file; above PIECE bytes in pieces             file, byte
@@ -212,7 +213,8 @@ def _elements(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, object]]:
 
 
 def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
-    """A file, or pieces of it that end after a newline without a following blank."""
+    """A file, or pieces of it that end after a newline without a following blank, or, without such
+    a newline, before a character."""
     rest, offset = b"", 0  # bytes read after the last cut, and the offset of the first of them
     while piece := stream.read(PIECE):
         piece = rest + piece

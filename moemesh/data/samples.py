@@ -6,8 +6,9 @@
 
 Window `i` of a stream reads its tokens ``i*seq_len .. (i+1)*seq_len``: seq_len inputs and, shifted
 by one, seq_len targets. Neighbours share one token, so a token is a target at most once. In a
-stream with conversations a window holds whole documents and padding. Windows of all streams are
-numbered consecutively. The order is in :mod:`moemesh.data.order`.
+stream with conversations a window holds documents, whole unless they are longer than a window, and
+padding. Windows of all streams are numbered consecutively. The order is in
+:mod:`moemesh.data.order`. Legend: B samples, N packed sequences of S tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ class Windows:
 
     def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
         """Targets of the samples `ids` [B] that carry loss, bool [B, seq_len]; None: all. If
-        documents are masked, the first token of a document is not predicted from the previous
-        one."""
+        documents are masked or packed, the first token of a document is not predicted from the
+        previous one."""
 
         def learned(stream: int, places: np.ndarray) -> np.ndarray:
             mask = self.corpora[stream].learned
@@ -200,7 +201,8 @@ class Windows:
 
 
 class SampleSource(NamedTuple):
-    """Streams of one source (a token file each), sampled in proportion to the weights."""
+    """The streams of one source: one of its texts, or one for each pair of token files. Sources are
+    sampled in proportion to the weights."""
 
     name: str
     corpora: tuple[Corpus, ...]
@@ -225,7 +227,7 @@ class WindowSplit(NamedTuple):
 
 class Samples(Windows):
     """The windows of all sources, split into training and validation, in a seeded order. All
-    methods are pure functions of (sources, validation, seq_len, seed, held_out): ranks, layout and
+    methods are pure functions of their arguments and those of the constructor: ranks, layout and
     earlier calls have no effect."""
 
     def __init__(
@@ -355,7 +357,8 @@ class Samples(Windows):
         return [n / len(split.training) for n, split in zip(drawn, self.splits, strict=True)]
 
     def steps(self, epochs: float, global_batch: int) -> int:
-        """Steps after which a run has read the training samples of all sources `epochs` times."""
+        """Steps of a run that reads `epochs` times the number of training samples of all sources;
+        the epochs of one source depend on its weight."""
         return math.ceil(epochs * self.num_training / global_batch)
 
     def loss_lines(self, tokenizer: str) -> list[str]:
@@ -516,7 +519,8 @@ def packed(
     learned, starts = corpus.learned, corpus.starts
     assert learned is not None
     lengths = np.diff(starts, append=len(corpus.tokens))
-    # A conversation begins with a header or a question, which carry no loss.
+    # A conversation begins with a header or a question, which carry no loss; a document that begins
+    # with loss is cut like a text.
     is_text = learned[starts]
     is_long = (lengths > seq_len) & ~is_text
     note = None

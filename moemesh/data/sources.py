@@ -23,7 +23,7 @@ from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.data.tokenizing import Log, cached_tokens
 
 #: Largest texts in bytes that every process tokenizes for itself, with the tokenizer "bytes" and
-#: with any other. Larger texts are tokenized once, into the token cache.
+#: with any other. Larger texts are tokenized once, into the token cache, if a run has one.
 SMALL_BYTES, SMALL = 64 << 20, 1 << 20
 #: Assumed ratio of the uncompressed to the stored size of a compressed file.
 EXPANSION = 4
@@ -146,8 +146,8 @@ def open_source(
 
 
 def check(data: DataConfig, vocab_size: int) -> list[Exception]:
-    """Faults of the tokenizer and of each source, from the first bytes of its files: each a
-    DataError that :func:`open_samples` would raise."""
+    """Faults of the tokenizer and of each source, from the first bytes of its texts, or the index,
+    sidecar and mask of its token files: each a DataError that :func:`open_samples` would raise."""
     reader, errors = None, list[Exception]()
     try:
         reader = Tokenizer.open(data.tokenizer)

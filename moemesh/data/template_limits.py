@@ -1,10 +1,11 @@
 """A sandbox for chat templates with limits of time, of memory and of output.
 
 A template is a program of another author. The sandbox of jinja denies it files and the interpreter.
-This one also charges every operation, before it runs, with the most characters that it can produce:
-concatenation, repetition, formatting, filters, methods of strings, output. Passes of loops and
-calls are charged as well, so that no loop is endless. The sum has a limit that grows with the
-conversation. A single operation cannot be interrupted, so powers and widths have their own limits.
+This one also charges every operation that can enlarge a text, with the most characters that it can
+produce, before it runs: concatenation, repetition, formatting, most filters, methods of strings,
+output. Passes of loops and calls are charged as well, so that no loop is endless. The sum has a
+limit that grows with the conversation. A single operation cannot be interrupted, so powers and
+widths have their own limits.
 """
 
 from __future__ import annotations

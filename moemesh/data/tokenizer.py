@@ -204,7 +204,7 @@ class Tokenizer:
         return self.encode_batch([decoded])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids [n] of each text, on all cores; releases the GIL."""
+        """Ids [n] of each text. The package tokenizers works on all cores and releases the GIL."""
         if self._loaded is None:
             return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
         # "fast": without offsets in the text, which take a tenth of the time.
@@ -278,7 +278,8 @@ class Tokenizer:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if the file does not exist. Raises DataError."""
+    """The object in a JSON file; empty if the file does not exist or holds another value. Raises
+    DataError."""
     if not path.is_file():
         return {}
     if path.stat().st_size > MAX_SETTINGS:

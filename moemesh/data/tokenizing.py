@@ -5,10 +5,10 @@ entry is a pair of token files whose name follows from the names, sizes and time
 tokenizer, its chat template and the settings of reading. The first process writes the entry under a
 lock; every other process waits, and maps it into memory. Entries can be deleted at any time.
 
-``moemesh tokenize`` processes one file after the other and can resume: each input file becomes a
-part in the folder ``OUT.parts``; at the end the parts are joined under temporary names, which are
-renamed, and the folder is removed. A resumed run makes the missing parts; its result has the bytes
-of an uninterrupted run.
+``moemesh tokenize`` processes files in one process or several and can resume: each input file
+becomes a part in the folder ``OUT.parts``; at the end the parts are joined under temporary names,
+which are renamed, and the folder is removed. A resumed run makes the missing parts; its result has
+the bytes of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ def write_tokens(
 
 @contextmanager
 def _locked(path: Path, on_busy: Callable[[], None], problem: str) -> Iterator[None]:
-    """Exclusive access to `path` among the processes of all machines that share the file system;
-    its folder is made. `on_busy` is called before waiting for another process. `problem`: format
-    of the DataError for a folder that cannot be written; {0} is the folder, {1} the reason."""
+    """Exclusive access to `path` among the processes of all machines that share the file system, as
+    far as its locks reach; its folder is made. `on_busy` is called before waiting for another
+    process. `problem`: format of the DataError for a folder that cannot be written; {0} is the
+    folder, {1} the reason."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
@@ -327,7 +328,8 @@ class TokenizeJob:
     @staticmethod
     def open(source: str, out: str, settings: TokenSettings, format: str = "auto") -> TokenizeJob:
         """Lists the files of `source` (file, folder or glob; `format` as ``data.format``) and opens
-        the tokenizer; `out` is a prefix or a folder. Reads no text. Raises DataError."""
+        the tokenizer; `out` is a prefix or a folder. Reads only the first bytes of texts. Raises
+        DataError."""
         prefix = output_prefix(source, out)
         tokenizer = Tokenizer.open(settings.tokenizer)
         settings.end(tokenizer)
