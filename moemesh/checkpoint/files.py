@@ -173,7 +173,8 @@ def replace_by(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 def create_file(path: Place, content: bytes) -> None:
-    """Writes a small file under a new name; FileExistsError if the name exists."""
+    """Writes a small file under a new name; FileExistsError if the name exists (in an object store
+    with other content)."""
     if isinstance(path, RemotePath):
         path.create(content)
         return

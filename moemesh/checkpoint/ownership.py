@@ -80,7 +80,8 @@ class Claim:
         """Claim `folder` for the run with the identity `run`.
 
         Raises RunFolderError if a live run of another identity keeps checkpoints there, unless
-        `takeover`. `log` is called with a line before a long wait.
+        `takeover`, if another run claims it first, and if the owner cannot be read. `log` is called
+        with a line before a long wait.
         """
         try:
             files.make_folders(folder)

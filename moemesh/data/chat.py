@@ -505,8 +505,8 @@ class _Generation(Extension):
 
 
 def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[bool]]:
-    """The messages in the form that transformers gives to templates, reasoning under all of its
-    names, and whether each carries loss if the template writes it."""
+    """The messages in the form that transformers gives to templates, reasoning also under the names
+    "thinking" and "reasoning_content", and whether each carries loss if the template writes it."""
     messages = record["messages"]
     if not isinstance(messages, list) or not messages:
         raise BadRecordError(where, '"messages" must be a list of at least one message')

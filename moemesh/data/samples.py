@@ -85,7 +85,8 @@ class Windows:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the user: on long conversations, and on steps that are not full."""
+        """Sentences for the user: on conversations that are too long or have no target that carries
+        loss, and on steps that are not full."""
         notes = [pack.note for pack in self.packed if pack is not None and pack.note is not None]
         if self.num_empty:
             notes.append(

@@ -41,8 +41,9 @@ def open_samples(
     """The training and validation samples of a run. Raises DataError for faults of its data.
 
     `cache`: the folder of the token cache, unless ``data.cache`` names one; None: no cache. `log`
-    receives notes, which are the same in every process. `log_progress` (default: `log`) receives
-    the progress of tokenizing, in the one process that does it, which may be any.
+    receives notes, which are the same in every process, except that one waits for another's tokens.
+    `log_progress` (default: `log`) receives the progress of tokenizing, in the one process that
+    does it, which may be any.
     """
     sources = [*data.all_sources]
     if data.validation is not None:

@@ -1,8 +1,8 @@
 """Tokens received by each expert and each rank, per layer and step.
 
 `loads.jsonl` holds one object a line: one layer in one step, or the sum over consecutive steps. If
-a run has too many steps, neighbours are summed (:class:`LoadBins`), so that the bins cover the
-whole run at one resolution and no token is lost. A layer without any token is legal (an empty
+a run has too many steps, neighbours are summed (:func:`neighbours`), so that the bins cover the
+whole run at about one resolution and no token is lost. A layer without any token is legal (an empty
 batch, an idle rank); all ratios are then those of a perfect balance.
 """
 
@@ -154,7 +154,7 @@ class LayerLoads:
     def from_json(cls, data: Mapping[str, Any]) -> LayerLoads:
         """Inverse of :meth:`to_json`; derived values are recomputed from the tokens.
 
-        Raises KeyError, TypeError or ValueError on other data.
+        Raises KeyError, TypeError, ValueError or OverflowError on other data.
         """
         values: dict[str, Any] = {"tokens_per_rank": (), **data}
         for name in ("tokens_per_expert", "tokens_per_rank"):
@@ -246,7 +246,7 @@ def neighbours(
 
 class LoadBins:
     """Loads added step by step: at most `most` bins a layer and, given enough steps, at least a
-    third of that; fewer if the loads of all bins would be more than `most_numbers` numbers."""
+    fifth of that; fewer if the loads of all bins would be more than `most_numbers` numbers."""
 
     def __init__(self, most: int = 256, most_numbers: int = 1_600_000) -> None:
         self._most, self._most_numbers = most, most_numbers

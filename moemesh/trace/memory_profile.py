@@ -22,8 +22,8 @@ ACTIVATION_KINDS: tuple[str, ...] = (
 )
 LOGITS, DEFERRED, OTHER = ACTIVATION_KINDS[-3:]
 
-#: Names of figures of memory, for every verb and page. *Held* memory is the sum of its parts:
-#: weights, gradients, optimizer, activations, buffers. The peak of a *device* adds the overhead of
+#: Names of figures of memory, for every verb and page. *Held* memory is the sum of
+#: :data:`PARTS`, such as weights and gradients. The peak of a *device* adds the overhead of
 #: allocator and libraries. The measured peak is that of torch's *allocator* on a GPU, and of the
 #: whole *process* on a CPU, torch itself included, so it exceeds the held memory.
 PREDICTED_HELD, MEASURED_HELD = "held, predicted", "held, measured"
@@ -34,8 +34,9 @@ MEASURED_PEAKS = {
     "": "peak, measured",
 }
 
-#: Smallest number of elements for which an elementwise function runs in one compiled pass on a CPU
-#: and keeps only its input (:mod:`moemesh.ops.fusion`); for fewer, torch's operations keep copies.
+#: Smallest number of elements of each operand for which an elementwise function runs in one
+#: compiled pass on a CPU and keeps only its input (:mod:`moemesh.ops.fusion`); for fewer, torch's
+#: operations keep copies.
 ONE_PASS_NUMBERS = 1 << 16
 #: Largest ratio of positions to channels of a head at which attention in bfloat16 on a CPU uses
 #: :func:`moemesh.ops.attention.backward_in_rows`, for which no output is kept.
@@ -162,7 +163,8 @@ class MemoryProfiles:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MemoryProfiles:
-        """Inverse of :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
+        """Inverse of :meth:`to_json`. Raises KeyError, TypeError, ValueError, AttributeError or
+        OverflowError on other data."""
         ranks, predicted = (
             tuple(MemoryProfile.from_json(profile) for profile in profiles)
             for profiles in (data["ranks"], data.get("predicted", ()))

@@ -62,7 +62,7 @@ def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenanceP
     """Steps 1 to `last`, a part for each start; a repeated step belongs to its newest start, and a
     start whose steps were all repeated has no part.
 
-    Raises KeyError, TypeError or ValueError for a record without a valid first step.
+    Raises KeyError, TypeError, ValueError or OverflowError for a record without a valid first step.
     """
     parts: list[ProvenancePart] = []
     for start in starts:

@@ -119,8 +119,8 @@ class MetricsRow:
     def from_json(cls, data: Mapping[str, Any]) -> MetricsRow:
         """The inverse of :meth:`to_json`; unknown keys are ignored.
 
-        Raises KeyError, TypeError or ValueError for a missing key or another type, or for a row of
-        a later version.
+        Raises KeyError, TypeError, ValueError or OverflowError for a missing key or another type,
+        or for a row of a later version.
         """
         if (schema := int(data.get("schema", 0))) > SCHEMA:
             raise ValueError(f"the row has schema {schema}, this version reads up to {SCHEMA}")
@@ -169,7 +169,7 @@ class Event:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Event:
         """Parses one line; unknown keys are ignored, and so is the kind at the beginning of the
-        text. Raises KeyError, TypeError or ValueError."""
+        text. Raises KeyError, TypeError, ValueError or OverflowError."""
         event = read_fields(cls, {"time": "", "step": None, **data})
         return replace(event, text=event.text.removeprefix(f"{event.kind}: "))
 
@@ -183,7 +183,7 @@ def ledgers_to_json(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> dict[st
 def ledgers_from_json(data: Mapping[str, Any]) -> tuple[dict[int, Ledger], int]:
     """Ledgers by rank, and the number of steps they cover (by default 1).
 
-    Raises KeyError, TypeError or ValueError on other data.
+    Raises KeyError, TypeError, ValueError or OverflowError on other data.
     """
     ledgers: dict[int, Ledger] = {}
     for part in data["ranks"]:

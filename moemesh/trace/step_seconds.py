@@ -66,7 +66,8 @@ class StepSeconds:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepSeconds:
-        """Inverse of :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
+        """Inverse of :meth:`to_json`. Raises KeyError, TypeError, ValueError, AttributeError or
+        OverflowError on other data."""
         forms = [
             {
                 int(row["rank"]): {str(part): float(s) for part, s in row["parts"].items()}

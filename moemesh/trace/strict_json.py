@@ -30,7 +30,7 @@ def finite(value: Any) -> Any:
 
 def read_fields(kind: type[T], data: Mapping[str, Any]) -> T:
     """A data class from a mapping: numbers and texts are converted by its annotations, unknown keys
-    are ignored. Raises KeyError, TypeError or ValueError on other data."""
+    are ignored. Raises KeyError, TypeError, ValueError or OverflowError on other data."""
     values: dict[str, Any] = {}
     for name, read, is_optional, is_needed in _fields(kind):
         if name in data:

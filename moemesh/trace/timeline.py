@@ -216,7 +216,8 @@ class Timeline(Shown):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Timeline:
-        """Inverse of :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
+        """Inverse of :meth:`to_json`. Raises KeyError, TypeError, ValueError or OverflowError on
+        other data."""
         return cls(
             ranks=tuple(int(rank) for rank in data["ranks"]),
             records=tuple(WorkRecord.from_json(record) for record in data["records"]),
