@@ -25,7 +25,7 @@ from moemesh.config.limits import parse_json
 #: Format of new manifests, and all readable formats.
 FORMAT = 3
 READABLE = (1, 2, 3)
-#: Largest manifest that is parsed, in bytes (about 2 million slices).
+#: Largest manifest that is parsed, in bytes (about a million slices).
 MANIFEST_LIMIT = 256 << 20
 #: Most elements of a tensor: the byte offset of every element then fits int64.
 MAX_ELEMENTS = 1 << 60

@@ -169,7 +169,7 @@ class Interleaving:
 
 
 def held_out_blocks(size: int, count: int, seed: int, source: int = 0) -> np.ndarray:
-    """`count` of the places 0..size-1 in about 32 blocks (or `count`, if fewer) at random
+    """`count` of the places 0..size-1 in 32 to 64 blocks (or `count`, if fewer) at random
     positions, [begin, end) int64 [n, 2], ascending. Only the ends of a block are next to training
     text, so blocks keep the two apart better than single places would."""
     if not count:

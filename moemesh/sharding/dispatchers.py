@@ -26,7 +26,7 @@ from moemesh.config.dispatcher_table import DISPATCHERS, PREDICTED, UniformRows
 #: Ratio of the fixed slots to the rows of uniform routing.
 CAPACITY_FACTOR = 2.0
 #: Bytes of rows, most of them unused, that an accelerator prepares so that its host need not wait
-#: for the real number: on an H100 this takes about as long as the wait (docs/log.md).
+#: for the real number: on a simulated H100 this takes about as long as the wait (docs/log.md).
 SPARE_BYTES = 1 << 24
 #: Largest ratio of predicted costs, node-aware exchange to best other one, at which the former is
 #: chosen: the processor time of its second plan and its messages is not predicted.

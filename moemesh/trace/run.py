@@ -76,15 +76,16 @@ class PlannedStep:
 class MetricsRow:
     """One line of `metrics.jsonl`: one training step.
 
-    `loss` and `aux_loss` are in nats per token, `mtp_loss` is the mean over extra prediction layers
-    (None without them), `tokens` are those of this step over all ranks, `seconds` its time. On
-    rank 0 (None in older runs): `data_seconds` of waiting for the batch, `communication_seconds` of
-    waiting for other ranks, `memory_bytes`, the peak so far. `tflops_per_rank`: 10^12 model FLOPs
-    per second of the mean rank; `mfu`: their share of the device's peak (None: unknown). `epoch`:
-    passes over the training samples by the end of the step. `load_max_over_mean`: fullest expert
-    over the mean in the least balanced layer, and `dropped_share` of the choices (None without
-    experts). Numbers that are not finite are written as null and read as NaN, so that each line is
-    strict JSON.
+    `loss` is in nats per token, `aux_loss` the mean over scopes, coefficients included, `mtp_loss`
+    the mean over extra prediction layers (None without them), `tokens` are those of this step that
+    carry loss, over all ranks, `seconds` its time. On rank 0 (None in older runs): `data_seconds`
+    of waiting for the batch, `communication_seconds` of waiting for other ranks (None on one rank
+    and on GPUs, whose host does not wait), `memory_bytes`, the peak so far. `tflops_per_rank`:
+    10^12 model FLOPs per second of the mean rank; `mfu`: their share of the device's peak (None:
+    unknown). `epoch`: passes over the training samples by the end of the step.
+    `load_max_over_mean`: fullest expert over the mean in the least balanced layer, and
+    `dropped_share` of the choices (None without experts). Numbers that are not finite are written
+    as null and read as NaN, so that each line is strict JSON.
     """
 
     step: int

@@ -85,7 +85,8 @@ class Adaptation(NamedTuple):
     """One adapter of PEFT for the `parts` of our `weight` in the family `kind`; in our model each
     part has a separate adapter of rank `rank`. `module`: PEFT's name of the adapted module, for
     experts followed by the parameter. `wraps`: whether the adapter of ``down_proj`` wraps the
-    module of this one. `layout`: :attr:`ParameterRecord.layout` of a weight of transformers."""
+    module of this one. `layout`: :attr:`~moemesh.config.architecture.ParameterRecord.layout` of a
+    weight of transformers."""
 
     weight: ParameterTensor
     parts: tuple[TargetPart, ...]
