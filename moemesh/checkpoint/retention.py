@@ -192,7 +192,8 @@ def prune(
     with_leftovers: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """Deletes the checkpoints of :func:`plan_pruning`; returns the deleted steps.
+    """Deletes the checkpoints of :func:`plan_pruning` and quarantined ones that are not needed;
+    returns the deleted steps.
 
     `with_leftovers`: also removes partial writes and deletions of dead runs, so the caller must be
     the one process that holds the run folder's lock, with no save in progress. `check` is called

@@ -41,10 +41,10 @@ MOST_UNDER_WAY = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One parameter on one rank. `numbers`: count of local elements; `weight_bytes`: bytes of an
-    element; `axis`: the axis over which its gradient is summed; `mirrored`: another pipeline rank
-    holds it too; `stages`: pipeline stages of this rank that use it; `unit`: "" takes that of the
-    name."""
+    """One parameter on one rank. `numbers`: count of local elements, bytes if packed;
+    `weight_bytes`: bytes of an element; `axis`: the axis over which its gradient is summed;
+    `mirrored`: another pipeline rank holds it too; `stages`: pipeline stages of this rank that use
+    it; `unit`: "" takes that of the name."""
 
     name: str
     numbers: int
