@@ -46,7 +46,8 @@ def architectures(table: Path, archs: Path | None) -> dict[str, Any]:
 
 
 def is_model(word: str, archs: Mapping[str, Any]) -> bool:
-    """Whether a word of a title is a model: a name with a digit, without a file of that name."""
+    """Whether words of a title or an id name a model: they have a letter and a digit, and no file
+    has that name."""
     if not re.search(r"[A-Za-z].*\d|\d.*[A-Za-z]", word) or Path(word).exists():
         return False
     try:
@@ -57,8 +58,9 @@ def is_model(word: str, archs: Mapping[str, Any]) -> bool:
 
 
 def named_shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
-    """The model of an entry of the table (in other spellings, too), of a preset, of a name on the
-    hub, or of a file. Raises ConfigError for a wrong entry, ValueError for an unknown name."""
+    """The model of an entry of the table (in other spellings, too), of a preset (also by its name
+    on the hub), or of a file. Raises ConfigError for a wrong entry, ValueError for an unknown
+    name."""
     name, mark, layers = arch.partition("#")
     if not name:
         raise ValueError("the row prints no `arch`")
@@ -93,8 +95,8 @@ def named_shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
 
 def sized_gpt(row: Mapping[str, str]) -> ModelShape | None:
     """The GPT of a row that prints its sizes and no other model. Sizes leave open how wide the MLP
-    is: a name or the number of parameters must confirm that the model is a GPT. Raises
-    ValueError."""
+    is: the number of parameters, of `params_b` or in the name ("GPT 22B"), must confirm that the
+    model is a GPT. Raises ValueError."""
     layers, hidden, heads = (whole_in(row, name, 0) for name in GPT_SIZES)
     arch = row.get("arch", "")
     if not (layers and hidden and heads) or not re.fullmatch(

@@ -190,7 +190,8 @@ class _Unknowns(TimedRuns):
         return best
 
     def calibration(self, start: Calibration) -> Calibration:
-        """`start` with the fitted constants of all groups that have a run with weight."""
+        """`start` with its constants and factors replaced by the fitted ones; only groups that have
+        a run with weight have factors."""
         unknown = self.fit()
         seen = np.nonzero(self.weights > 0)[0]
         clusters, stacks, releases = (
@@ -223,7 +224,7 @@ _LEAST_GAIN = 1e-6
 _ROUNDS = 2
 
 #: Group that a cross-validation leaves out at once: a cluster's runs of one model on one number of
-#: devices, all runs of a model, all runs of a software stack, or a source of the table.
+#: devices, all runs of a model, all runs of a software stack, or a study (:func:`study_of`).
 LeftOut = Literal["group", "model", "stack", "source"]
 
 
@@ -276,7 +277,8 @@ def cross_validate(
 def left_out_calibrations(
     runs: Sequence[PublishedRun], start: Calibration, *, left_out: LeftOut
 ) -> dict[tuple[str, ...], Calibration]:
-    """Group -> fit to all runs outside of it."""
+    """Group -> fit to all runs outside of it; `start` if there are none. Values that a table leaves
+    out are chosen with `start`, once for all groups."""
     usable = measured_runs(runs)
     if not usable:
         return {}
@@ -326,7 +328,8 @@ _HEADING = """\
 
 
 def left_out_errors(runs: Sequence[PublishedRun], start: Calibration) -> Intervals:
-    """Errors of each source with a fit to all others. `start` is the start of each fit."""
+    """Step-time errors of each study with a fit to all others, and memory errors, for which nothing
+    is fitted. `start` gives the allocations, with which values left out are chosen."""
     seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for prediction in cross_validate(runs, start, left_out="source"):
         run = prediction.run

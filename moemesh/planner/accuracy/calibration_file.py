@@ -81,8 +81,8 @@ def newest_release(runs: Sequence[OwnRun]) -> str:
 
 
 def runs_of_cluster(runs: Sequence[PublishedRun], wanted: str | None) -> list[PublishedRun]:
-    """The runs of cluster `wanted`, or of the table's only cluster. Raises UserError for several
-    clusters, and for an unknown one."""
+    """The runs of cluster `wanted`, or of the table's only cluster. Raises UserError without runs,
+    for several clusters if none is wanted, and for an unknown one."""
     counts = Counter(run.cluster for run in runs)
     if not counts:
         raise UserError(NO_RUN)

@@ -1,9 +1,10 @@
 """Cells of tables of measured runs: names of columns, uniform spellings, numbers with their units.
 
 Tables of other teams write "OOM" or "out of memory", "ZeRO-1" or "1", "4k" or "4096", "n/a" or
-nothing. An unknown spelling is left unchanged, and is reported in the row's reason. Facts that only
-a remark or the source of a table contains are added as columns; a table may also have these columns
-itself. Spellings and rules are those of ``presets/calibration/rows.toml``.
+nothing. An unknown spelling is left unchanged. In most columns it is reported in the row's reason;
+in `recompute` it counts as not published. Facts that only a remark or the source of a table has are
+added as columns; a table may also have these columns itself. Spellings and rules are those of
+``presets/calibration/rows.toml``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _COUNTS = ("gpus", "nodes", "node_gpus", "mp", "tp", "pp", "dp", "ep", "cp", "et
 _COUNT = re.compile(
     r"([\d,]*\d(?:\.\d+)?)\s*(k|m?)(?: *(?:tokens|sequences|seqs|gpus))?", re.IGNORECASE
 )
-#: Columns that a table must have.
+#: Columns that a table must have, or its title as facts.
 NEEDED_COLUMNS = ("arch", "hardware", "seq")
 #: Measured columns, with the least and the largest number that a run can show.
 _MEASURED = {
@@ -77,7 +78,7 @@ _DECIMAL_COMMA = re.compile(r"(?<=\d),(?=(\d{1,2}|\d{4,})(?!\d)(?!,))")
 @cache
 def spellings() -> dict[str, Any]:
     """``columns.names``: (pattern of a name, our column, unit); ``unit``: column -> unit -> factor,
-    negative for a unit of the reciprocal;
+    negative for a unit of the reciprocal; ``title`` and ``layout``: column -> pattern of its words;
     ``spelling``: column -> (pattern of a whole cell, uniform spelling), the first match counts;
     ``precision``: number type -> pattern; ``recompute``: word -> part of a layout's recomputation;
     ``rule``: in order, "when" (column -> pattern) and "set" (column -> value)."""
@@ -86,9 +87,10 @@ def spellings() -> dict[str, Any]:
 
 def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
     """Our column and the unit of its cells for each column of a table, as far as its name is known
-    and the table has no column of that name. Other characters than letters and digits count as
-    underscores: "Tokens / sec / GPU" is "tokens_per_sec_per_gpu". Of two names for one column
-    that of the earlier pattern counts."""
+    and the table has no column of that name. `/` is read as "per", `#` as "num", and other
+    characters than letters and digits as underscores: "Tokens / sec / GPU" is
+    "tokens_per_sec_per_gpu". Of two names for one column a key of the configuration counts, else
+    that of the earlier pattern. Several columns may be a layout."""
     given = [name.strip().lower() for name in names]
     spoken = [name.replace("#", "num ").replace("/", " per ") for name in given]
     names = [re.sub(r"\W+", "_", name).strip("_") for name in spoken]
@@ -118,10 +120,10 @@ def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
 
 def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]]]:
     """The titles above the names, the names of the columns, and the number and cells of each line
-    that is not empty, of a table with any separator, of Markdown or of LaTeX. Names in two lines
-    are joined; a table with its names down the first column is turned, and its rows are numbered.
-    Between semicolons a comma may be that of decimals, with points between thousands. Raises
-    UnicodeDecodeError and csv.Error."""
+    that is not empty, of a table separated by , ; | & or tabs, of Markdown or of LaTeX. Names in
+    two lines are joined; a table with its names down the first column is turned, and its rows are
+    numbered. Between semicolons a comma may be that of decimals, with points between thousands.
+    Raises UnicodeDecodeError and csv.Error."""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         text = data.decode("utf-16")
     else:
@@ -187,13 +189,15 @@ def _joined(cell: str) -> str:
 
 
 def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
-    """The row with uniform spellings; other columns are unchanged."""
+    """The row with uniform spellings, each rate in the column of its unit, and the degrees of a
+    layout in their columns. `unread` is the reason of a cell that has no clear meaning."""
     uniform, words = dict(row), spellings()["spelling"]
     (oom,) = (pattern for pattern, word in words["status"] if word == "OOM")
     rates = {name: uniform.pop(name, "").strip() for name in _RATES}
     if not any(uniform.get(name) for name in _MEASURED.keys() - {"mem_gib", "batch_tokens"}):
         cells = [_rate_in(text, name) for name, text in rates.items() if text]
-        # A row whose rate has no unit, or is a word, has its memory, or how it ended.
+        # A rate that is a word or has no unit is dropped if another rate, the memory or the status
+        # is known; else it is the row's reason.
         known = [
             rate
             for rate in cells
@@ -208,7 +212,7 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
         uniform[name] = _MARKS.sub("", uniform[name].strip())
         if name != "zero":
             uniform[name] = _SECOND.sub(r"\1", uniform[name])
-    # FLOP/s in place of TFLOP/s, beside a rate of tokens.
+    # FLOP/s in place of TFLOP/s are dropped beside a rate of tokens or samples.
     rates_known = any(uniform.get(name) for name in ("tokens_s_gpu", "tokens_s", "samples_s"))
     if rates_known and re.fullmatch(r"[\d.]+e\+1\d", uniform.get("tflops_gpu", ""), re.IGNORECASE):
         uniform["tflops_gpu"] = ""
@@ -230,7 +234,7 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
         uniform[name] = next(known, text)
         if name in _COUNTS and (number := _COUNT.fullmatch(uniform[name])):
             digits, unit = number[1].replace(",", ""), number[2].lower()
-            # Sequences are counted in 1024 tokens: "4k" is 4096, and only they in 1024 x 1024.
+            # "k" is 1024 in every count ("4k" is 4096); "m", 1024 x 1024, is read in lengths only.
             tokens = float(digits) * 1024 ** (1 + (unit == "m"))
             if not unit or (tokens.is_integer() and (unit == "k" or name == "seq")):
                 uniform[name] = str(int(tokens)) if unit else digits
@@ -283,7 +287,7 @@ def annotated_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
         matches = [re.search(pattern, columns.get(name, ""), flags) for name, pattern in when]
         if all(matches):
             for name, word in rule["set"].items():
-                # A word with \\1 is the text that the last pattern captured.
+                # \1 in a word is the text that the last pattern captured.
                 value = matches[-1].expand(word) if matches and matches[-1] else word
                 columns[name] = columns.get(name) or value
     columns["stack"] = columns.get("stack") or row.get("src") or OWN_STACK
@@ -314,7 +318,7 @@ def whole_in(row: Mapping[str, str], name: str, default: int) -> int:
 
 def with_unit(text: str, unit: str) -> str:
     """The cell with the unit of its column, unless it has one of its own, or with the words of a
-    column of several degrees. Of two settings the first counts."""
+    column of several degrees. In a column of FSDP the first of two settings counts."""
     if unit == "fsdp":
         text = _SECOND.sub(r"\1", text)
     if "," in unit:
@@ -334,8 +338,8 @@ def _quantity(text: str) -> re.Match[str] | None:
 
 
 def measured_in(row: Mapping[str, str], name: str) -> float | None:
-    """The number of a measured column; None for a cell without one. Raises ValueError for a number
-    that is impossible for a run."""
+    """The number of a measured column; None for an empty cell. Raises ValueError for a cell that is
+    no number with a known unit, and for a number that is impossible for a run."""
     text = row.get(name, "")
     if not text:
         return None

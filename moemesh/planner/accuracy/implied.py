@@ -47,8 +47,8 @@ def machines(row: Mapping[str, str], device: Accelerator | None) -> tuple[str, A
 
 def batch(row: Mapping[str, str]) -> str:
     """Sequences of a step whose table prints none: those of its tokens, of its microbatches, those
-    that its time and rate imply, else one microbatch for each replica without a pipeline, whose
-    rate depends on their number."""
+    that its time and rate imply, else one microbatch for each replica; "" if none follows. With a
+    pipeline the rate depends on the number of microbatches, so one is not assumed."""
     try:
         world, seq = whole_in(row, "gpus", 1), whole_in(row, "seq", 0)
         others = whole_in(row, "tp", 1) * whole_in(row, "cp", 1) * whole_in(row, "pp", 1)

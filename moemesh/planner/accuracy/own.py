@@ -4,8 +4,7 @@ Deviations of the constants (normal, with their widths, drifting between release
 shared by similar runs (:mod:`moemesh.planner.timing.own_runs`) are one Gaussian model of
 log(measured / predicted). Both come from one linear solve, which is repeated as the constants move.
 Their prior scales are averaged over a grid, weighted by the leave-one-out likelihood. The weight of
-a run falls with its distance to the other runs' prediction (Student's t), so that one wrong row has
-little influence.
+a run falls with its residual (Student's t), so that one wrong row has little influence.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from moemesh.sharding.load_run import load_recorded
 from moemesh.trace.run import Run, RunError, median_of
 
 _ROUNDS = 5
-#: Grid of prior scales: widths of the constants relative to those between stacks, and amplitudes of
-#: corrections relative to the usual one.
+#: Grid of prior scales: widths of the constants relative to those of their priors, and amplitudes
+#: of corrections relative to the usual one.
 _SHARES = (0.25, 0.5, 1.0, 2.0)
 _AMPLITUDES = (1 / 3, 1.0, 8 / 3)
 #: Factor on the widths for a cluster with calibrated constants.
@@ -74,7 +73,7 @@ class Learned:
 
 def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
     """Fit the constants and corrections of the cluster of `runs`. Raises UserError without a usable
-    run, or if the whole table is in another unit."""
+    run, or if the median time shows that the table is in another unit."""
     usable = measured_runs(runs)
     if not usable:
         raise UserError(NO_RUN)
@@ -94,8 +93,8 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
     years = np.array([release_years(run.release or newest) for run in filled])
 
     def together(year: FloatArray) -> FloatArray:
-        """Covariance [times, runs] of the constants at times `year` and of the runs', relative to
-        the width."""
+        """Covariance [times, runs] of the constants at times `year` and of the runs', over the
+        square of the width."""
         return 1 + (_DRIFT * np.exp(-(((year[:, None] - years) / _DRIFT_YEARS) ** 2) / 2)) ** 2
 
     width = SPREADS * (_KNOWN_SHARE if cluster in start.clusters else 1.0)
@@ -113,7 +112,7 @@ def learn(runs: Sequence[PublishedRun], start: Calibration) -> Learned:
         if len(filled) >= _FEWEST_TO_DOUBT:
             trust = np.minimum((_FREEDOM + 1) / (_FREEDOM + (rest / NOISE) ** 2), 1.0)
     if cluster in start.clusters and _size(simulated) < _size(left_out):
-        # The calibrated constants predict each run better than the fit: keep them.
+        # On average the calibrated constants predict a run better than a fit to the others does.
         moved, weights, left_out = 0 * moved, 0 * weights, -simulated
 
     def factors(release: str) -> FloatArray:

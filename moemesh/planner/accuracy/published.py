@@ -54,10 +54,11 @@ def recompute_from_words(text: str) -> frozenset[str]:
 
 
 def from_run(row: Mapping[str, str]) -> PlannedLayout:
-    """The layout of one row of a table of published runs (columns of its README).
+    """The layout of one row of a table of published runs.
 
-    An empty degree is 1, an empty `sp` no sequence parallelism. Raises ConfigError when the row
-    lacks sequence length or batch, or when its degrees do not fit.
+    An empty degree is 1, except `dp`, which takes the remaining devices; an empty `sp` means no
+    sequence parallelism. Raises ConfigError if the row lacks devices, sequence length or batch, or
+    breaks a rule of layouts, and ValueError or KeyError for a cell that is not read.
     """
     zero_text = row.get("zero", "").strip()
     grouped = re.fullmatch(r"(\d)\s*\(shard within (\d+|node)\)", zero_text)
@@ -132,7 +133,8 @@ def unclear_batch(row: Mapping[str, str]) -> str:
 #: Kinds of `mem_gib` that an allocator measured (others are analytic bars or the driver's view).
 _MEASURED_MEMORY = ("", "max_memory_allocated", "peak (max over ranks)", "peak", "allocated")
 
-#: A release by year and month, as container images are numbered, at the head of the notes.
+#: A release by year and month, as container images are numbered, at the head of the column
+#: `release`, or of the notes of a row without one.
 _RELEASE = re.compile(r"\d\d\.\d\d(\.\d\d)?(?=[ ;,]|$)")
 
 
@@ -217,10 +219,10 @@ class PublishedRun:
 
 
 def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> list[PublishedRun]:
-    """Every row of a CSV table. Architectures come from `archs`, by default ``model_archs.json`` in
-    the table's folder, or from the packaged table. `hardware` is the device of a table without that
-    column, by default the only one that its title names; so is the number type. Raises UserError
-    for unreadable files, missing columns or duplicate ids."""
+    """Every row of a table. Architectures come from `archs`, by default ``model_archs.json`` in the
+    table's folder, and from the packaged table. `hardware` is the device of a table without that
+    column, by default the only one that its title names. Raises UserError for unreadable files,
+    missing or doubled columns, no rows, headings between rows, and duplicate ids."""
     try:
         title, header, lines = table_lines(table.read_bytes())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -385,7 +387,8 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     )
 
 
-#: Names of known columns in one line from which on it is a first line.
+#: A line with more names of known columns is a first line; a table with fewer columns has no
+#: headings between its rows.
 _FEWEST_NAMES = 3
 
 
@@ -452,7 +455,7 @@ def _check(
         )
 
 
-#: Field of Software -> its column, where that has another name.
+#: Field of Software -> its column, where that has another name; "" for none.
 _COLUMNS = {
     "deduplicated": "dedup", "overlapped_exchange": "overlap",
     "overlapped_tensor": "tensor_overlap", "natural_routing": "natural", "recomputed_share": "",
@@ -478,7 +481,8 @@ def software_of(row: Mapping[str, str], layout: PlannedLayout) -> Software:
 def _measured_seconds(
     row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout, device: Accelerator
 ) -> float | None:
-    """The step time, printed or converted from TFLOP/s or MFU by the row's own convention."""
+    """The step time: printed, from a rate of tokens or samples, or converted from TFLOP/s, MFU or
+    HFU by the row's own convention. None for a run that did not finish, and without any of them."""
     if (row.get("status", "") or "ok") != "ok":
         return None
     if printed := measured_in(row, "step_time_s"):

@@ -1,8 +1,9 @@
 """Facts of a whole table in the lines above it: its model, device, number type, degrees, batch and
 sequence length.
 
-A title is prose. A fact counts only if the title has it once, and only where no column states it.
-Sizes in a column ("8B", "70B") are those of the family that the title names.
+A title is prose. A fact counts only if the title has one value of it (two number types count as
+"bf16 or fp8"), and only where no column states it. Sizes in a column ("8B", "70B") are those of the
+family in the row's column `arch`, else of the one in the title.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _NUM_WORDS = 4
 def title_facts(
     title: str, names: Sequence[str], rows: Sequence[Mapping[str, str]], archs: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Column -> fact, of the columns that are not among `names`; `title` is one of them. `family`
-    is that of the sizes in the rows."""
+    """Column -> fact, of the columns that are not among `names`. The fact `title` is the whole
+    title, `family` the model whose sizes the rows have."""
     words = [word.strip(",;:.()[]*#") for word in title.split()]
     devices = {device.name: word for word in words if (device := accelerator_of(word))}
     formats = {word.lower() for word in words if re.fullmatch(_FORMAT, word, re.IGNORECASE)}
@@ -68,7 +69,7 @@ def with_model(row: Mapping[str, str], archs: Mapping[str, Any]) -> dict[str, st
 
 
 def _phrases(title: str) -> Iterator[list[str]]:
-    """The words of each part of a title between marks."""
+    """The words of each part of a title; marks and words such as "and" or "on" separate parts."""
     for phrase in re.split(r"[,;:()\[\]|*#]|\.(?=\s|$)|\s[-–—]\s|\s(?:and|vs\.?|on|for)\s", title):
         yield phrase.split()
 
@@ -103,8 +104,8 @@ def _family(title: str, sizes: set[str], archs: Mapping[str, Any]) -> str:
 
 
 def _number_of(title: str, device: str) -> str:
-    """The number right before the device of a title that names at most one node; "" for none, for
-    several, and for the end of a range."""
+    """The number right before the device, or in its word ("8xH100"), of a title that names at most
+    one node; "" for none, for several, and for the end of a range."""
     one = r"(?<!\bsingle )(?<!\bone )(?<!\ba )(?<!\b1 )"
     nodes = rf"{one}\b(?:nodes?|servers?|machines?|hosts?)\b|\bper\b"
     if re.search(nodes, title, re.IGNORECASE):

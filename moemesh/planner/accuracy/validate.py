@@ -141,8 +141,9 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
     """The run with values that its table leaves out.
 
     States are sharded (ZeRO) as far as they would not fit otherwise. The microbatch is one
-    sequence for an MoE model, else the fastest that fits. Recomputation covers the fewest layers
-    with which the run fits, or all of them under FSDP, whose trainers have one switch for it.
+    sequence for an MoE model and if none fits, else the fastest that fits. Recomputation covers the
+    fewest layers with which the run fits, or all of them under FSDP, whose trainers have one switch
+    for it.
     """
     allocation = allocation_of(run, calibration)
     run = _sharded(run, allocation)
@@ -171,8 +172,9 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
 
 def _sharded(run: PublishedRun, allocation: Allocation) -> PublishedRun:
     """The run with the sequence parallelism and the lowest stage of ZeRO that it needs to fit: of a
-    row without a stage, of a table without a column `sp`. Recomputation that is not printed comes
-    after both. Without a printed microbatch one sequence at a time must fit."""
+    row without a stage, of a table without a column `sp` (on recent devices with tensor parallelism
+    sequence parallelism is assumed). Recomputation that is not printed comes after both. Without a
+    printed microbatch one sequence at a time must fit."""
     layout, row = run.priced[1], run.row
     size = layout.microbatch if run.microbatch_printed else 1
     # ZeRO-3 beside a pipeline would gather the weights for every microbatch; trainers that combine
@@ -213,7 +215,7 @@ def _recomputed(run: PublishedRun, allocation: Allocation) -> PublishedRun:
     return recomputing(share)
 
 
-#: Tiers of runs whose layout is too incomplete for statistics.
+#: Tiers of runs whose layout is too incomplete for the statistics of dense and of MoE models.
 _SANITY_TIERS = frozenset({"C"})
 #: Minimum number of alternatives in a group for which the planner's choice is evaluated.
 _FEWEST_CHOICES = 2
@@ -232,8 +234,8 @@ class ErrorStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class FitStatistics:
-    """Predicted "fits" against the outcome of runs: share of correct predictions, and share of runs
-    predicted to fit that ran out of memory."""
+    """Predicted "fits" against the outcome of runs: share of correct predictions, and share of all
+    runs that were predicted to fit and ran out of memory."""
 
     count: int
     right: float
@@ -242,8 +244,9 @@ class FitStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionStatistics:
-    """Regret of the planner's choice in each group: measured time of the fastest layout predicted
-    to fit over that of the fastest measured one, minus one."""
+    """Regret of the planner's choice in each group: measured time of the layout that is predicted
+    to be the fastest of those that fit, over that of the fastest measured one, minus one. Choices
+    that ran out of memory are counted, and have no regret."""
 
     groups: int
     mean_regret: float

@@ -21,9 +21,10 @@ from moemesh.planner.timing.own_runs import OwnRuns
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Every number of the time model that is missing from data sheets. All are positive.
+    """The fitted numbers of the time model, which data sheets lack. All are positive.
 
-    Efficiencies are shares of the data-sheet peak, `*_bytes` bytes per number, `*_us` microseconds,
+    Efficiencies are shares of the data-sheet peak, `*_bytes` bytes per number (per score, or per
+    token and channel, where stated), `*_us` microseconds,
     `*_ms` milliseconds, `*_exposed` the share of a transfer that computation does not hide. The
     default is the prior of the value that all clusters share; the annotation is the standard
     deviation of its logarithm.
@@ -54,8 +55,8 @@ class Constants:
     #: Element-wise kernels: traffic over its ideal, share of HBM bandwidth.
     elementwise_traffic: Annotated[Number, 0.3] = 1.1
     memory_efficiency: Annotated[Number, 0.05] = 0.87
-    #: Extra bytes per channel: of norms in fp32, of quantizing to 8 or 4 bit (and the factor on it
-    #: of block scales), of permuting rows and back.
+    #: Extra bytes per token and channel: of unfused norms, of quantizing to 8 or 4 bit (and the
+    #: factor on it of block scales), of permuting rows and back.
     unfused_norm_bytes: Annotated[Number, 0.4] = 60.0
     quantize_bytes: Annotated[Number, 0.5] = 2.5
     block_scale_traffic: Annotated[Number, 0.3] = 1.5

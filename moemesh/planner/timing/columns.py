@@ -50,7 +50,7 @@ class Software:
     token_drop: bool = False
     #: A whole step is replayed as one CUDA graph.
     graphs: bool = False
-    #: 8-bit numbers have a scale for each block of 32 (MXFP8) or 16 (NVFP4).
+    #: Numbers of 8 or 4 bit have a scale for each block of 32 (MXFP8) or 16 (NVFP4).
     block_scales: bool = False
     #: Share of the products that stay in 16 bit while the others are in 4 bit (arXiv:2509.25149
     #: keeps the last layers, about 15 % of the linear ones).
@@ -59,7 +59,7 @@ class Software:
     parallel_block: bool = False
     #: Window of every layer in tokens, if the run changed the model's; 0: the model's windows.
     window: int = 0
-    #: Weights are gathered and reduced unit by unit (FSDP), even if only gradients are sharded.
+    #: Weights are gathered and gradients reduced unit by unit (FSDP), under ZeRO-2 as under ZeRO-3.
     fsdp: bool = False
     #: Gradients are reduced after every microbatch, not once in a step (ZeRO-2 without a buffer).
     sums_each: bool = False
@@ -141,8 +141,8 @@ class RankColumns:
     """The work of one pipeline rank for a microbatch, and the work that precedes it.
 
     `dense` and `routed`: numbers of its layers by kind; `embedding` and `head`: 1 if it has them;
-    `sends`: number of messages; all times the share of the microbatches that a stage runs (half
-    with two pipes). `*_before`: numbers of layers and stages before its first stage.
+    `sends`: number of messages; all multiplied by the share of the microbatches that a stage runs
+    (half with two pipes). `*_before`: numbers of layers and stages before its first stage.
     """
 
     dense: Number
@@ -217,7 +217,7 @@ class LayoutColumns(Software):
     #: Index in :data:`KERNELS`.
     kernel: Number = column(lambda row: KERNELS.index(row.layout.attention_kernel))
     fused_norm: Number
-    #: 1 for units of FSDP; 0 if neither dense weights nor experts have replicas to share them.
+    #: 1 for units of FSDP; 0 without FSDP, or if no weights have replicas that could share them.
     fsdp: Number = column(
         lambda row: (
             (row.traits.fsdp or row.layout.zero == 3)

@@ -372,7 +372,8 @@ def model_ends(work: PricedStep) -> EndTime:
 
 
 class LayerTransfers(NamedTuple):
-    """Seconds of each transfer of one layer's forward (one all-reduce, one exchange, ...)."""
+    """Seconds of each transfer of one layer's forward: entry and exit of one block, the exchange of
+    keys and values, one exchange of rows, gather and scatter of ETP."""
 
     tensor: Number
     context: Number
@@ -402,7 +403,7 @@ def layer_transfers(work: PricedStep) -> LayerTransfers:
     kv_heads = where(model.latent == 1, model.heads, model.kv_heads)
     keys = u * c * kv_heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
     # Ulysses sends a rank's queries, keys, values and outputs, exposed; a ring sends all keys and
-    # values, mostly during products.
+    # values, of which products hide a share.
     exchanged = 2 * u * (model.heads + model.kv_heads) * model.value_dim * ACTIVATION_BYTES / t
     is_ulysses = layout.context_exchange == 1
     moved = where(is_ulysses, exchanged, keys * constants.context_exposed)

@@ -5,7 +5,8 @@
 | tensor, with sequence parallelism | all-gather and reduce-scatter | u h w | tp |
 | tensor, without | all-reduce | u h w | tp |
 | context | all-gather of keys and values | s b (h_k + h_v) w / t | cp |
-| expert exchange (not the node-aware one) | all-to-all | k u/t h w | ep |
+| expert exchange (no node-aware one across nodes) | all-to-all | load k u/t h w | ep |
+| expert exchange by gathers | all-gather and reduce-scatter, half of both | ep x u/t h w | ep x |
 | expert tensor | all-gather and reduce-scatter | x k u/t h w | etp |
 | gradients, weights | all-reduce, or reduce-scatter and all-gather | 4 Psi, 2 Psi | dp_cp, edp |
 | stage to stage | send | u h w, / t where cut | 2 ranks |
@@ -15,7 +16,7 @@ bytes of a number, k experts per token, Psi weights of a rank; t, c, x are the d
 
 A group is looked up by its number of ranks and by the number of them that share a node. Collectives
 without a measurement keep the closed form: α and β of the cluster, by the shape of the group. Units
-of FSDP, and ZeRO inside smaller groups, always keep it.
+of FSDP, ZeRO inside smaller groups, parameter servers and Ulysses always keep it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def visited_nodes(
 
     Of N nodes with E experts, the token can reach n = N kept/groups nodes with E' = E kept/groups
     experts. With k experts it visits n (1 - C(E' - E/N, k) / C(E', k)) nodes. Without a limit,
-    kept = groups. DeepSeek-V3 on 8 nodes: 4. The product form of the binomials accepts arrays and
-    sizes that do not divide.
+    kept = groups. DeepSeek-V3 on 8 nodes: 3.6 of at most 4. The product form of the binomials
+    accepts arrays and sizes that do not divide.
     """
     share = where((groups > 1) & (kept > 0), minimum(kept / maximum(groups, 1), 1), 1)
     reach, experts = maximum(nodes * share, 1), experts * share
@@ -116,7 +117,7 @@ _NEAR_HOP, _FAR_HOP = 3.4e-6, 14e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Rates of one device in bytes per second, latency of a hop in seconds, and measurements."""
+    """Rates of one device in bytes per second, latency of a collective in seconds, measurements."""
 
     intra: Number
     inter: Number
@@ -156,7 +157,7 @@ class Links:
 
     def ring_latency(self, ranks: Number, stride: Number) -> Number:
         """Seconds of the hops of a ring through a group: one for each rank, in a node or between
-        nodes. NCCL gathers and scatters over rings only."""
+        nodes. NCCL's trees do not gather or scatter."""
         nodes = ranks / members_per_node(ranks, stride, self.node_size)
         return (ranks - nodes) * _NEAR_HOP + where(nodes > 1, nodes * _FAR_HOP, 0)
 

@@ -1,7 +1,7 @@
 """Correction of a cluster's step times that constants do not explain, learned from similar runs.
 
-A Gaussian process on log(measured / predicted): the covariance of two runs is exp(-d²/2), with the
-distance d of their features in units of :data:`SCALES`. Far from every run the correction is one.
+A Gaussian process on log(measured / predicted): the correlation of two runs is exp(-d²/2), with the
+distance d of their features, each times its :data:`SCALES`. Far from every run the factor is one.
 Scales were chosen once, by leaving published software stacks out one by one: a user's dozen runs
 are too few to fit them. The amplitude is the usual one; the `weight` of a run includes the fitted
 multiple of it (:mod:`moemesh.planner.accuracy.own`).
@@ -96,7 +96,7 @@ class OwnRuns:
 
     @property
     def least(self) -> float:
-        """Lower bound of all corrections."""
+        """Lower bound of all corrections, in logarithms."""
         return AMPLITUDE**2 * sum(min(run.weight, 0.0) for run in self.runs)
 
     def describe(self, model: ModelColumns, layout: LayoutColumns) -> str:

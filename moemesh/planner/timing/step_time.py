@@ -8,12 +8,11 @@
 
 The waiting time depends on the schedule. If the stages of every row are given, it is simulated
 (:func:`moemesh.schedule.step.duration`) with their times of forward, input gradient and weight
-gradient. A search over millions of rows uses a lower bound in columns: the longest of three kinds
-of paths that every schedule has,
+gradient. A search over millions of rows uses a lower bound in columns: the longest of two kinds of
+paths that every schedule has,
 
     forwards before a rank, all its work, and (with whole backwards) the backwards after it
-    forwards to the last stage, that stage's forwards and input gradients, input gradients back
-    one microbatch alone
+    forwards to the last stage, its forwards and (input) gradients, (input) gradients back
 
 Every formula takes floats or numpy arrays, one entry per layout, so that a search bounds a million
 layouts in a call. `compute_floor` (operations at best efficiency, no bubble, no traffic) is a true
@@ -290,8 +289,9 @@ _ROUNDING = 1e-11
 class StepTime:
     """Seconds of one step, and its parts on the busiest pipeline rank.
 
-    `compute` are matrix products, `attention` its cores, `elementwise` memory-bound kernels,
-    gradient accumulation and selective recomputation, `launches` fixed costs, `head` the head with
+    `compute` are matrix products, `attention` its cores, `elementwise` memory-bound kernels, the
+    embedding, gradient accumulation and selective recomputation (except products that are
+    recomputed one by one), `launches` fixed costs and waiting for the host, `head` the head with
     its loss; `tensor`, `context`, `experts`, `pipeline`, `data` exposed transfers by axis; `bubble`
     waiting for other pipeline ranks.
     """
@@ -547,8 +547,8 @@ def _in_parts(
 
 def compute_floor(work: PricedStep) -> Number:
     """Lower bound of the seconds of all layouts with the same number of devices: the step's
-    operations without recomputation, at the best efficiency of the widest products, spread evenly
-    over devices."""
+    operations without recomputation, at the best efficiency of large products (attention cores at
+    the peak), spread evenly over devices."""
     model, layout, hardware, constants = work.model, work.layout, work.hardware, work.constants
     heads = model.heads
     # Weights of all layers that a token is multiplied with.
