@@ -41,7 +41,8 @@ def quick_bound(weight: Floats, num_slots: int, num_gpus: int) -> float:
 
 @compiled
 def box_bound(weight: Floats, num_slots: int, num_gpus: int, low: float, high: float) -> float:
-    """A lower bound of the largest load; `low` is one, too, and `high` a load that was reached."""
+    """A lower bound of the largest load; `low` is one, too, and `high` a load that was reached, or
+    infinite."""
     per_gpu = num_slots // num_gpus
     if per_gpu < 2 or low >= high * (1.0 - PRECISION) or low <= 0.0:
         return low

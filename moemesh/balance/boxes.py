@@ -1,8 +1,8 @@
 """One box of GPUs (a node, or all): replica counts and packing together, near the bound.
 
-`pack_box` is quick and almost always good enough from five slots per GPU on. For fewer slots, the
-module `search` also tries other replica counts (`pack_pairs`, `pack_with_companions`), the descent
-of `polish`, and a complete search of small boxes (`exact_box`).
+`pack_box` is quick and almost always good enough from five slots per GPU on. Where it leaves a gap,
+the module `search` also tries other replica counts (`pack_pairs`, `pack_with_companions`), the
+descent of `polish`, and a complete search of small boxes (`exact_box`).
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ def pack_pairs(
     slots: Ints,
 ) -> float:
     """Fill `slots`, two per GPU, after a search over counts; returns the hottest GPU's load. The
-    search lowers the largest folded pair by bisection, until it is at most `bound` (1 + tolerance):
-    a target that is reached is the new upper end, another target the new lower end."""
+    search lowers the largest folded pair by bisection, in at most ten turns, until it is at most
+    `bound` (1 + tolerance): a load that is reached is the new upper end, a target that is not the
+    new lower end."""
     counts = counts_by_quotient(weight, len(slots), num_gpus)
     best = heaviest_pair(weight, counts)
     trial = counts.copy()

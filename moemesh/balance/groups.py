@@ -1,7 +1,8 @@
 """Division of expert groups over nodes in equal numbers, and bounds of layers over all divisions.
 
-A node can hold a set of groups at load T per GPU if the sum of their loads is at most T x GPUs of
-the node, and if ceil(load / T) replicas of each of their experts fit the slots of the node.
+A node can hold a set of groups at load T per GPU only if the sum of their loads is at most T x GPUs
+of the node, and if ceil(load / T) replicas of each of their experts fit the slots of the node. The
+functions count a set that meets both conditions as fitting, even if no packing reaches T.
 
 In all functions `weight` [experts] are loads, `sums` [groups] loads of groups, and `members`
 [nodes, groups per node] holds the groups of each node.
@@ -28,8 +29,8 @@ def divide_groups(
     weight: Floats, num_groups: int, num_slots: int, num_gpus: int, precision: float, members: Ints
 ) -> float:
     """Fill `members`; returns the largest of the nodes' quick bounds. `num_slots` and `num_gpus`
-    are those of one node. The search ends when it finds no division that is better by more than
-    `precision` (relative)."""
+    are those of one node. The search ends when it finds no division, in :data:`MAX_STEPS` steps,
+    that is better by more than `precision` (relative)."""
     num_nodes, per_node = members.shape
     sums = group_sums(weight, num_groups)
     groups = np.arange(num_groups)

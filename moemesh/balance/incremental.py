@@ -71,9 +71,10 @@ def rebalance_incremental(
 
     `loads` [layers, experts]; `previous` [layers, slots] is the current placement (or the three
     maps of `rebalance_experts`). A layer is unchanged if its fullest GPU is within `tolerance` of
-    the bound, or if less than `min_gain` of its load could be saved. Otherwise it is brought to
-    `(1 - margin) x tolerance`, so that the next small drift moves no experts (hysteresis). A layer
-    with a group on several nodes (hierarchical policy) is planned from scratch. If no placement
+    the bound, or if at most the share `min_gain` of that GPU's load could be saved. Otherwise it is
+    brought to `(1 - margin) x tolerance`, so that the next small drift moves no experts
+    (hysteresis). A layer with a group on several nodes (hierarchical policy) is always planned from
+    scratch. If no placement
     within `tolerance` is found, the layer gets within `tolerance` of a plan from scratch. Raises
     ValueError.
     """
@@ -109,8 +110,8 @@ def replan_from_scratch(
     num_nodes: int = 1,
     policy: Policy | None = None,
 ) -> Replan:
-    """The best placement, with GPUs renumbered so that the fewest replicas move. Arguments and
-    errors as in `rebalance_incremental`."""
+    """The placement of `rebalance_experts`, with GPUs renumbered so that the fewest replicas move.
+    Arguments and errors as in `rebalance_incremental`."""
     given = check_loads(loads, "loads")
     old = check_placement(previous, given.shape[1], num_gpus, len(given), "previous")
     shape = check_shape(given.shape[1], old.shape[1], num_groups, num_nodes, num_gpus, policy)
@@ -211,7 +212,8 @@ def _repair(weight: Floats, slots: Ints, old: Ints, shape: Shape, aim: float) ->
 def undo_moves(
     weight: Floats, num_nodes: int, num_gpus: int, limit: float, slots: Ints, previous: Ints
 ) -> None:
-    """Restore the previous expert of each slot, if all GPUs stay within `limit`."""
+    """Restore the previous expert of each slot, if all GPUs stay within `limit`, the present expert
+    keeps a replica, and the previous one is on this node and not on this GPU."""
     per_gpu = len(slots) // num_gpus
     node_gpus = num_gpus // num_nodes
     replicas = placed(weight, num_gpus, slots)

@@ -106,10 +106,11 @@ def check_loads(weight: Any, name: str = "weight") -> Floats:
 
 
 def scaled(loads: Floats) -> Floats:
-    """Loads times a power of two per layer: squares neither overflow nor underflow."""
+    """Loads times a power of two per layer: the largest is in [0.5, 1), so squares do not overflow,
+    nor do those of large loads underflow."""
     top = loads.max(axis=1, keepdims=True)
     exponent = np.frexp(top)[1]
-    # Loads below 2**-1000 of their layer's largest round to 0, as they would in a sum.
+    # Loads below 2**-1074 of their layer's largest round to 0, as they would in a sum.
     return np.ldexp(loads, -exponent)
 
 

@@ -43,7 +43,7 @@ def load_table(path: Path, warn: Callable[[str], None] = lambda _: None) -> np.n
 
     One row (or one list) is one layer; a leading axis of steps is summed. `warn` is called with a
     sentence for each column that is left out or may name the rows, for sums, and for tables with a
-    row for each expert. Raises BalanceError.
+    row for each expert, or for each expert of each layer. Raises BalanceError.
     """
     if path.is_dir():
         folder, path = path, path / "loads.jsonl"
@@ -53,7 +53,8 @@ def load_table(path: Path, warn: Callable[[str], None] = lambda _: None) -> np.n
 
 
 def load_placement(path: Path) -> np.ndarray[Any, Any]:
-    """Slots [layers, slots] of a file written by `moemesh balance --json`."""
+    """Slots [layers, slots] of a file, such as one written by `moemesh balance --json`. Raises
+    BalanceError."""
     # Warnings on columns that may be counters do not apply to slots.
     return _read(path, PLACEMENT_KEYS, lambda _: None)
 
@@ -184,8 +185,8 @@ def _numbers(path: Path, number: int, row: Sequence[str]) -> list[float]:
 def _named_columns(
     path: Path, header: list[str], rows: list[list[str]], warn: Callable[[str], None]
 ) -> Any:
-    """Loads of a table whose header has a column of experts or steps, or columns of layers; None
-    for a table with a row for each layer."""
+    """Loads of a table whose header has a column of experts or steps, or columns of layers, or
+    whose first column names experts; None for a table with a row for each layer."""
     names = [name.strip().lower() for name in header]
     places = {
         kind: [place for place, name in enumerate(names) if name in headers]

@@ -18,7 +18,8 @@ from moemesh.balance.compiled import Floats, Ints, compiled
 def counts_by_quotient(weight: Floats, num_slots: int, limit: int) -> Ints:
     """Counts [experts]: each expert gets one slot, and each further slot goes to the expert with
     the largest load per replica. This minimises the largest replica (Adams' method of
-    apportionment). No count exceeds `limit`; ties go to the lowest expert. With a heap it takes
+    apportionment). No count exceeds `limit` as long as num_slots <= experts x limit; ties go to the
+    lowest expert. With a heap it takes
     O(experts + slots log experts)."""
     num_experts = len(weight)
     key = weight.copy()  # load per replica; -1 for an expert at its limit
@@ -244,8 +245,8 @@ def separate(slots: Ints, unit: Floats, load: Floats) -> bool:
 
 @compiled
 def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
-    """At most 8 sweeps of swaps between the k-th heaviest and the k-th lightest GPU; a GPU of at
-    most `goal` swaps nothing."""
+    """At most 8 sweeps of swaps between the k-th heaviest and the k-th lightest GPU, as long as the
+    heavier one is over `goal`."""
     num_gpus = len(load)
     per_gpu = len(slots) // num_gpus
     ascending = np.empty(num_gpus, np.int64)

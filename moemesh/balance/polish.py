@@ -16,7 +16,7 @@ from moemesh.balance.packing import add_up, holds, is_second, separate, swap, to
 NO_MOVE, SWAP, SHIFT = 0, 1, 2
 #: Difference below which potentials count as equal, relative to T squared.
 EQUAL = 1e-12
-#: Maximum number of exchanges of two replicas for two that are tried (GPUs x slots^4).
+#: Number of exchanges of two replicas for two (GPUs x slots^4) above which none is tried.
 MAX_DOUBLE_SWAPS = 200_000
 
 
@@ -70,7 +70,8 @@ def polish(
     swap_price: float,
     slots: Ints,
 ) -> float:
-    """Best moves of the hottest GPU, until no GPU is over `limit` or the largest load is `goal`.
+    """Best moves of the hottest GPU, until no GPU is over `limit`, the largest load is at most
+    `goal`, no move helps, or `max_moves` were made.
 
     If no move of the hottest GPU lowers the potential, the next hottest one is tried. A swap costs
     `swap_price` shifts. At the end `slots` has the placement with the least largest load, which is

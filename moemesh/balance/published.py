@@ -2,8 +2,8 @@
 
 Replicas go to the largest load per replica. Groups are packed on nodes, then replicas on GPUs:
 heaviest first into the least loaded place with room. Source: seed document 004 and
-https://github.com/deepseek-ai/EPLB. Arithmetic is rounded to float32 after every step, as in the
-original, so that ties are broken the same way.
+https://github.com/deepseek-ai/EPLB. Arithmetic is rounded to float32 after every step, and
+the sum of a group once, so that ties are broken as in the original.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ class QuotaPlan(Shown):
 def plan_quotas(
     counts: Any, home: Any, spare_slots: int, *, num_ranks: int | None = None
 ) -> QuotaPlan:
-    """Replicas and integer quotas such that every rank computes nearly the mean.
+    """Replicas and integer quotas such that every rank computes nearly the mean, as far as the
+    spare slots allow.
 
     `counts` [ranks, experts] are the tokens that each rank sends to each expert, or [experts] their
     sums; `home` [experts] is the rank of each expert; each rank has `spare_slots` slots.
@@ -279,8 +280,8 @@ def shadow_experts(
     rank computes its own tokens of a shadowed expert. With S shadows a layer costs
     `max over ranks of rows + S x shadow_rows`: `shadow_rows` is the number of rows that are
     computed and sent in the time of sending one expert's weights and gradients. The next hottest
-    expert is added until the cost rises, or there are `max_shadows`. In the result, shadows are in
-    spare slots. Raises ValueError. He et al., "FasterMoE" (PPoPP 2022).
+    expert is added until the cost no longer falls, or there are `max_shadows`. In the result,
+    shadows are in spare slots. Raises ValueError. He et al., "FasterMoE" (PPoPP 2022).
     """
     if not shadow_rows >= 0:
         raise BalanceError(f"shadow_rows must not be negative, and is {shadow_rows}")

@@ -73,7 +73,7 @@ def rebalance_experts(
     replicas] (padded with -1) and replica counts [layers, experts], int64: as CPU tensors, arrays
     or lists, like `weight`. No layer is worse than with the published algorithm (seed document 004;
     https://github.com/deepseek-ai/EPLB). A GPU holds two replicas of an expert only if that lowers
-    the largest load.
+    the largest load, or if it has more slots than there are experts.
     Raises ValueError for illegal sizes and loads.
     """
     loads = check_loads(weight)

@@ -68,7 +68,8 @@ FEW_SLOTS_IN_ALL = 12
 
 def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | float) -> Ints:
     """Slots [layers, slots] of logical experts for loads [layers, experts]. A number as effort is a
-    time budget in seconds: the result of "fast", improved until it is used up."""
+    time budget in seconds: the result of "fast", improved until the budget is used up or all layers
+    are near their bounds. A search that was begun is finished."""
     started = time.perf_counter()
     chosen = QUALITY if effort == "quality" else FAST
     layers = _Layers(weights, shape, chosen)
@@ -256,7 +257,7 @@ def _spend(layers: _Layers, deadline: float) -> None:
 
 def published(weights: Floats, shape: Shape, enough: Floats | None = None) -> tuple[Ints, Floats]:
     """Slots [layers, slots] of the published algorithm and the load of its hottest GPU [layers].
-    Slots of a layer whose hottest GPU carries `enough` [layers] or more are not filled."""
+    Slots of a layer whose hottest GPU carries `enough` [layers] or more are incomplete."""
     slots = np.empty((len(weights), shape.num_slots), np.int64)
     tops = np.empty(len(weights))
     if enough is None:
