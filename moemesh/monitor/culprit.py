@@ -79,7 +79,8 @@ def find_culprit(records: Sequence[ProgressRecord]) -> Culprit | None:
 
     The search starts at every rank that waits in an operation and moves to a member of its group
     that has not entered it. It ends at a rank that waits in nothing (it is in user code), or in an
-    operation that all have entered. None without records.
+    operation that all have entered, or in a circle of ranks that wait for one another. None without
+    records.
     """
     if not records:
         return None

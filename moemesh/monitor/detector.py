@@ -6,7 +6,8 @@ each with its time, and returns at most one verdict.
 | sign | verdict |
 |---|---|
 | a rank ended, or reported an exception | that rank, or the one with the strongest sign |
-| state T for a while, but not of all ranks | stopped |
+| state T for a while, but not of all of several ranks | stopped |
+| that rank's exception follows from a lost peer, and no cause is found | lost-contact, network-cut |
 | ranks failed inside of operations, or none moves, and their operations differ | mismatch |
 | no rank's progress record changes within the limit of its phase | hung or busy |
 | no rank moves, and some wait for ranks of a host that does not answer | network-cut |
@@ -303,8 +304,8 @@ class FailureDetector:
         return Verdict(kind="exited", rank=cause.rank, message=message, status=cause)
 
     def _silent_cause(self, now: float, statuses: Sequence[RankStatus]) -> Verdict | None:
-        """The verdict on a living rank that did not enter the operation in which the others failed;
-        None without such a rank."""
+        """The verdict on a living rank that is stopped, or did not enter the operation in which the
+        others failed; None without such a rank."""
         alive = [status for status in statuses if not status.has_failed and not status.is_done]
         for status in alive:
             if status.state == "T":

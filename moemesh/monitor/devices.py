@@ -18,7 +18,7 @@ FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
 #: File of this folder with the configuration that the launcher has resolved for its ranks.
 RESOLVED = "config.toml"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: Variables with default and synonyms; CUDA reads them at its first use in a rank.
+#: Variables with default and synonyms; CUDA and torch read them at their first use of a device.
 _SETTINGS = {
     # A queue for each group of ranks: with fewer, unrelated streams wait for one another.
     "CUDA_DEVICE_MAX_CONNECTIONS": ("32", ()),

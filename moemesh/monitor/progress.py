@@ -1,15 +1,16 @@
 """Progress records: fixed-size records in shared memory with the position of every rank in a run.
 
 A rank writes its own record only, at the places that all runs pass: :func:`phase` and
-:func:`at_step` in the training loop, :func:`at_microbatch` and :func:`at_layer` in the forward,
-:func:`entered`, :func:`waiting` and :func:`left` around each operation of `moemesh.comm`. The
-supervisor of the run reads the records of all ranks with :class:`ProgressFile`.
+:func:`at_step` in the training loop, :func:`at_microbatch` in the pipeline's executor,
+:func:`at_layer` in the forward, :func:`entered`, :func:`waiting` and :func:`left` around each
+operation of `moemesh.comm`. The supervisor of the run reads the records of all ranks with
+:class:`ProgressFile`.
 
 A record has two places that are written in turns, with the same counter in its first and its last
 field: if a rank is killed or stopped during a write, the previous record is intact. Besides the
-operation that it entered last, a record counts the operations of each group of ranks. A rank whose
-count is below that of the others has not entered the operation that they wait in. A process that is
-not :func:`attached <attach>` writes nothing.
+operation that the rank waits in, a record counts the operations of each group of ranks (of the
+first 64). A rank whose count is below that of the others has not entered the operation that they
+wait in. A process that is not :func:`attached <attach>` writes nothing.
 """
 
 from __future__ import annotations
@@ -442,7 +443,7 @@ def at_step(step: int, stage: int = 0) -> None:
 
 
 def stepped() -> None:
-    """The step is over; its work is counted in the record from the next step on. Reporting, which
+    """The step is over; its work is counted in the record from the next write on. Reporting, which
     only the first rank does, does not count as work of the step."""
     if (writer := _writer) is not None and writer.waited_before is not None:
         waited = writer.waited_in_steps - writer.waited_before

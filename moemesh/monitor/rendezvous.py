@@ -39,7 +39,7 @@ _ROOM_BYTES = 1 << 20
 @contextmanager
 def rendezvous_folder(num_bytes: int = 0) -> Iterator[Path]:
     """A private folder in shared memory, or in the temporary folder if shared memory has less than
-    `num_bytes` free; removed at the end.
+    `num_bytes` + 1 MiB free or cannot be written; removed at the end.
 
     A folder left by a killed supervisor is removed at the next call: its lock is free.
     """
@@ -182,8 +182,9 @@ def join_node(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | No
     """The folder of the ranks of `node`. The first rank to call starts ``watcher(folder)``, with a
     listener for the watchers of other nodes as its standard input.
 
-    None if foreign processes cannot be watched: outside of Linux, without pidfd_open, or if the
-    folder belongs to another user.
+    None if foreign processes cannot be watched: outside of Linux, without pidfd_open, if the folder
+    still belongs to an earlier start or another user after ten seconds, or if it or the watcher
+    cannot be made.
     """
     try:
         os.close(os.pidfd_open(os.getpid()))

@@ -348,7 +348,8 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signa
 
 
 def describe(ended: SupervisorResult, logs: Path, *, kept: Path | None) -> str:
-    """The failure of a run as text for the user: cause, position of the rank, end of its log.
+    """The failure of a run as text for the user: cause, position of the rank, and its stack or the
+    end of its log.
 
     `kept`: the later folder of the files of `logs`; None: they are deleted.
     """
@@ -420,7 +421,7 @@ class Supervisor:
                 arguments = folder, records, ranks, self._processes, self._limits, self._notice
                 return self._watch(RankWatcher(*arguments))
             finally:
-                # Kill every rank and all processes that it started.
+                # Kill every rank that still runs, with the processes of its group.
                 for rank, process in enumerate(self._processes.started):
                     pids = {process.pid} if process.poll() is None else set[int]()
                     record = records.read(rank)
