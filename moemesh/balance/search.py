@@ -41,9 +41,9 @@ class SearchEffort(NamedTuple):
 
     With three or more slots per GPU, slots are reserved to split light experts: `kept` different
     numbers of slots are tried, each from `places` different experts on. With two, a search over
-    counts has `pair_steps` steps. The best `polished` packings are polished with at most `moves`
-    moves each; `divisions` additional divisions of groups over nodes are tried. `patience` failures
-    in a row end each kind of trial.
+    counts has `pair_steps` steps for each target load. The best `polished` packings are polished
+    with at most `moves` moves each; `divisions` additional divisions of groups over nodes are
+    tried. `patience` failures in a row end each kind of trial.
     """
 
     tolerance: float

@@ -7,7 +7,7 @@ each with its time, and returns at most one verdict.
 |---|---|
 | a rank ended, or reported an exception | that rank, or the one with the strongest sign |
 | state T for a while, but not of all of several ranks | stopped |
-| that rank's exception follows from a lost peer, and no cause is found | lost-contact, network-cut |
+| that rank's exception follows from a lost peer | lost-contact or network-cut |
 | ranks failed inside of operations, or none moves, and their operations differ | mismatch |
 | no rank's progress record changes within the limit of its phase | hung or busy |
 | no rank moves, and some wait for ranks of a host that does not answer | network-cut |

@@ -91,7 +91,7 @@ class ProgressRecord:
     ``on_device``: it waits for its device, which has reached ``collective`` at most.
     ``before``: the operation shown before, which the rank has completed.
     ``waited``: seconds inside of collectives so far;
-    ``worked``: seconds outside of them in the steps before this one.
+    ``worked``: seconds outside of them in finished steps.
     ``done``: it leaves as intended, with ``code``; ``failed``: it leaves with a reported exception.
     """
 

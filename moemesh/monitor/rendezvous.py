@@ -183,8 +183,8 @@ def join_node(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | No
     listener for the watchers of other nodes as its standard input.
 
     None if foreign processes cannot be watched: outside of Linux, without pidfd_open, if the folder
-    still belongs to an earlier start or another user after ten seconds, or if it or the watcher
-    cannot be made.
+    still belongs to an earlier start, another user or another container after ten seconds, or if it
+    or the watcher cannot be made.
     """
     try:
         os.close(os.pidfd_open(os.getpid()))

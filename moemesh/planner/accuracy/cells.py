@@ -144,6 +144,7 @@ def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     lines = [(reader.line_num, [_joined(cell.strip()) for cell in cells]) for cells in reader]
     lines = [(number, cells) for number, cells in lines if any(cells)]
+    # Titles: lines of one cell, and lines without known names above a line that has some.
     titles = list[str]()
     if any(len(cells) > 1 for _, cells in lines):
         while len(lines[0][1]) == 1:
@@ -155,6 +156,7 @@ def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]
         if not is_title and (len(cells) > 1 or len(below) == 1):
             break
         titles += lines.pop(0)[1]
+    # Names down the first column: turn the table.
     down = num_known(cells[0] for _, cells in lines)
     if down > 2 and down > num_known(lines[0][1]):
         if lines[0][1][0].lower() in ("", "key", "setting", "parameter", "metric"):
@@ -162,6 +164,7 @@ def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]
         columns = zip_longest(*(cells for _, cells in lines), fillvalue="")
         lines = [(number, list(cells)) for number, cells in enumerate(columns)]
     header = lines.pop(0)[1] if lines else []
+    # Names in two lines: a unit in brackets is joined, another name replaces the one above it.
     if "" in header and lines and not re.search(r"\d", "".join(lines[0][1])):
         pairs = zip_longest(header, lines.pop(0)[1], fillvalue="")
         header = [f"{up} {low}" if low[:1] in ("(", "[") else low or up for up, low in pairs]

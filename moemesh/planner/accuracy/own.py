@@ -236,8 +236,9 @@ def _doubts(
 
 
 def run_of_folder(folder: Path, cluster: Cluster) -> PublishedRun:
-    """A run of `moemesh train` on `cluster`: its last plan and the median of its steps. `reason` is
-    set for a run that cannot be priced. Raises UserError for a folder without a run."""
+    """A run of `moemesh train` on `cluster`: its last plan and the median of the plan's steps after
+    the first. `reason` is set for a run that cannot be priced. Raises UserError for a folder that
+    has no run."""
     try:
         recorded = Run.load(folder)
     except RunError as error:

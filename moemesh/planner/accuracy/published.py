@@ -360,7 +360,7 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
             is_full = software.natural_routing or row.get("padded") == "1"
             layout = layout.changed(imbalance=max(capacity, 1.0) if is_full else 1.0)
             software = replace(software, natural_routing=False)
-        # FSDP beside TP cuts experts as TP cuts everything.
+        # Under FSDP beside TP, trainers cut experts over TP as they cut other weights.
         can_cut = layout.dp * layout.cp * layout.tp % (layout.ep * layout.tp) == 0
         if layout.zero == 3 and shape.is_moe and layout.ep > 1 and not row.get("etp") and can_cut:
             layout = layout.changed(etp=layout.tp)

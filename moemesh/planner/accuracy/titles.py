@@ -84,34 +84,34 @@ def _windows(title: str) -> Iterator[str]:
 
 def _model(title: str, archs: Mapping[str, Any]) -> str:
     """The model that a title names; "" for none, or several."""
-    found: dict[str, str] = {}
+    words_of: dict[str, str] = {}  # model -> its first words
     for words in _windows(title):
         if accelerator_of(words) is None and is_model(words, archs):
-            found.setdefault(named_shape(words, archs).name, words)
-    return next(iter(found.values())) if len(found) == 1 else ""
+            words_of.setdefault(named_shape(words, archs).name, words)
+    return next(iter(words_of.values())) if len(words_of) == 1 else ""
 
 
 def _family(title: str, sizes: set[str], archs: Mapping[str, Any]) -> str:
     """The words of a title that name a model with each of `sizes`; "" for none, or several."""
-    found: dict[tuple[str, ...], str] = {}
+    words_of: dict[tuple[str, ...], str] = {}  # models -> their first words
     for words in _windows(title):
         try:
             models = tuple(named_shape(f"{words} {size}", archs).name for size in sorted(sizes))
         except (ConfigError, ValueError, KeyError, TypeError):
             continue
-        found.setdefault(models, words)
-    return next(iter(found.values())) if len(found) == 1 else ""
+        words_of.setdefault(models, words)
+    return next(iter(words_of.values())) if len(words_of) == 1 else ""
 
 
 def _number_of(title: str, device: str) -> str:
     """The number right before the device, or in its word ("8xH100"), of a title that names at most
     one node; "" for none, for several, and for the end of a range."""
-    one = r"(?<!\bsingle )(?<!\bone )(?<!\ba )(?<!\b1 )"
-    nodes = rf"{one}\b(?:nodes?|servers?|machines?|hosts?)\b|\bper\b"
+    not_single = r"(?<!\bsingle )(?<!\bone )(?<!\ba )(?<!\b1 )"
+    nodes = rf"{not_single}\b(?:nodes?|servers?|machines?|hosts?)\b|\bper\b"
     if re.search(nodes, title, re.IGNORECASE):
         return ""
-    if own := re.match(r"(\d+)[x×]", device):
-        return own[1]
+    if prefix := re.match(r"(\d+)[x×]", device):
+        return prefix[1]
     number = r"(?<!to )(?<![-–.\w])(\d[\d,]*)\s*[x×]?\s+(?:nvidia\s+|amd\s+)?"
     counts = re.findall(rf"{number}{re.escape(device)}", title, re.IGNORECASE)
     return counts[0] if len(counts) == 1 else ""

@@ -35,6 +35,7 @@ from moemesh.schedule.build import is_defined
 
 
 _WHOLE_LAYERS = frozenset({"full"})
+#: Share of layers that is recomputed in addition, so that rounding leaves no run too large.
 _ROUNDING = 1e-9
 #: Ratio of predicted and measured seconds from which on a row has another unit.
 OTHER_UNIT = 50.0

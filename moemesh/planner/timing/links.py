@@ -16,7 +16,7 @@ bytes of a number, k experts per token, Psi weights of a rank; t, c, x are the d
 
 A group is looked up by its number of ranks and by the number of them that share a node. Collectives
 without a measurement keep the closed form: α and β of the cluster, by the shape of the group. Units
-of FSDP, ZeRO inside smaller groups, parameter servers and Ulysses always keep it.
+of FSDP, ZeRO inside smaller groups, parameter servers, sums of two pipes and Ulysses always do.
 """
 
 from __future__ import annotations

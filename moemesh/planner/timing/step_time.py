@@ -16,7 +16,7 @@ paths that every schedule has,
 
 Every formula takes floats or numpy arrays, one entry per layout, so that a search bounds a million
 layouts in a call. `compute_floor` (operations at best efficiency, no bubble, no traffic) is a true
-bound of this model for any layout.
+bound of this model for any layout, unless counted mixers cost far less than attention.
 """
 
 from __future__ import annotations
