@@ -31,7 +31,7 @@ from moemesh.balance.published import published_layers
 SAME = 1e-12
 #: Number of searches with other seeds before a placement with second copies on a GPU is accepted.
 NUM_RESCUES = 4
-#: Largest number of slots per GPU with which every packing leaves a gap, so that search helps.
+#: Largest number of slots per GPU with which first packings usually leave a gap: search helps.
 FEW_SLOTS = 4
 
 

@@ -303,8 +303,8 @@ class RankWatcher:
     def failed(
         self, verdict: Verdict, statuses: Sequence[RankStatus], logs: Path
     ) -> SupervisorResult:
-        """The result of a run that failed with `verdict`: with the stacks of every living rank,
-        also written into `logs`, and the exceptions reported until now."""
+        """The result of a run that failed with `verdict`: with the stacks of the living ranks that
+        still write them, also in `logs`, and the exceptions reported within a second."""
         running = [
             status for status in statuses if status.exit_code is None and status.record is not None
         ]
