@@ -114,9 +114,9 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
     """The files of `path` (file, folder or glob; None: the standard library sources of this
     Python), in the order of their relative names, without hidden ones.
 
-    "auto" takes the format of each file from its name: jsonl, parquet, else text. In a folder or a
-    glob, "jsonl" and "parquet" select the files with such a name. Raises DataError for a path
-    without files to read.
+    "auto" takes the format of each file from its name: jsonl, parquet, else text. "jsonl" and
+    "parquet" select the files with such a name in a folder, and in a glob that has any; a glob
+    without one yields all. Raises DataError for a path without files to read.
     """
     if path is None:
         # The ``*.py`` sources of the running Python, without its tests and installed packages.
@@ -153,7 +153,7 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
             files = [match for match in matches if match.is_file()]
             if not files:
                 raise DataError(f"data.path {path}: the pattern matches no file") from error
-            return [_classified(file, format) for file in files]
+            return [_classified(file, format) for file in _named_so(files, format) or files]
         reason = error.strerror if isinstance(error, OSError) else error
         advice, parts = nearest_path(root), path.split(",")
         if len(parts) > 1 and all(Path(part).expanduser().exists() for part in parts):
@@ -180,8 +180,7 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
     files = _visible(root)
     if _is_dataset(root):
         files = _of_dataset(root, files) or files
-    if format in ("jsonl", "parquet"):
-        files = [file for file in files if _classified(file, "auto").format == format]
+    files = _named_so(files, format)
     if not files:
         kind = f".{format}" if format in ("jsonl", "parquet") else "readable"
         raise DataError(f"data.path {path}: the folder holds no {kind} file")
@@ -359,6 +358,13 @@ def _suffixes(path: Path) -> tuple[str, str]:
     name = path.name.lower()
     ending = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
     return Path(name.removesuffix(ending)).suffix, ending
+
+
+def _named_so(files: list[Path], format: str) -> list[Path]:
+    """The files with a name of `format`, if it is "jsonl" or "parquet"; else all."""
+    if format not in ("jsonl", "parquet"):
+        return files
+    return [file for file in files if _classified(file, "auto").format == format]
 
 
 def _classified(path: Path, format: str) -> DataFile:

@@ -211,7 +211,7 @@ def read_loads(lines: Iterable[str]) -> Iterator[LayerLoads]:
         if line.strip():
             try:
                 yield LayerLoads.from_json(parse_json(line))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
                 raise ValueError(f"line {number} holds no loads: {error!r}") from error
 
 

@@ -252,6 +252,14 @@ def test_a_note_names_files_that_are_read(tmp_path: Path) -> None:
     assert note_on_splits(str(tmp_path), find(str(tmp_path))) is None
 
 
+def test_a_format_selects_the_files_of_a_glob_unless_none_has_such_a_name(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test.txt"):
+        lines(tmp_path / name, name, 5)
+    for glob, name in (("t*", "train.jsonl"), ("test*", "test.txt")):
+        [file] = find(f"{tmp_path}/{glob}", "jsonl")
+        assert (file.path.name, file.format) == (name, "jsonl")
+
+
 # --- bad records -----------------------------------------------------------------------------
 
 

@@ -428,6 +428,7 @@ LAYOUTS = {
     ("Tensor/pipeline parallel size", "4/2"): (4, 2, 8, 0, 0),
     ("Layout (DP, TP)", "TP 4, PP 2"): (4, 2, 8, 0, 0),
     ("Strategy", "HSDP 16x4"): "which number is that of the shards is not stated",
+    ("Strategy", "HSDP 8, TP 2"): "write HSDP with replicas and shards",
     ("Strategy", "FSDP + offload"): "`offload` is not read",
     ("Strategy", "TP 4 PP 2 TP 8"): "two numbers for tp",
     ("Strategy", "3D"): "`3d` is not read",

@@ -448,6 +448,7 @@ def test_weights_under_adapters_may_be_packed():
         ({"precision": "tf32"}, "precision is `tf32`"),
         ({"zero": "ZeRO++"}, "zero is `ZeRO++`: a stage of ZeRO from 0 to 3"),
         ({"tp": "2.5"}, "tp is `2.5`: not a whole number"),
+        ({"gpus": "inf"}, "gpus is `inf`: not a whole number"),
         ({"tp": 0, "dp": ""}, "tp is `0`: at least 1"),
         ({"seq": "long"}, "seq is `long`: not a whole number"),
         ({"arch": "moe-30B", "ep": 7}, "ep"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -312,7 +313,7 @@ def whole_in(row: Mapping[str, str], name: str, default: int) -> int:
         number = float(text or default)
     except ValueError:
         number = 0.5
-    if number != int(number):
+    if not math.isfinite(number) or number != int(number):
         raise ValueError(f"{name} is `{text}`: not a whole number")
     if number < (name in DEGREES and text != ""):
         raise ValueError(f"{name} is `{text}`: at least 1")

@@ -77,6 +77,8 @@ def _as_columns(values: Mapping[str, str], text: str) -> dict[str, str]:
     columns = {name: value for name, value in values.items() if name != "fsdp"}
     if values.get("hsdp") == "":
         columns["zero"] = "3(shard within node)"
+    elif values.get("hsdp") and "zero" not in values:
+        raise ValueError(f"layout is `{text}`: write HSDP with replicas and shards, HSDP 2 x 8")
     if "sp" in values:
         columns["sp"] = values["sp"] or "1"
         if columns["sp"] not in ("0", "1"):
