@@ -111,7 +111,7 @@ class StepResult(Shown):
     counts_LE: Tensor
     dropped_L: Tensor
     #: No rank updates: a loss or a gradient was not finite, or the run's policy refuses the step.
-    #: In an asynchronous schedule some stages have updated.
+    #: Some stages of an asynchronous schedule may have updated.
     skipped: bool
     #: Per MoE layer (int64): tokens that each rank of ep computed; None without replicas.
     rank_LP: Tensor | None = None

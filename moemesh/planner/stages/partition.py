@@ -228,7 +228,7 @@ def partition(
 
 def compare(request: PartitionRequest, *, accepts_unread: bool = False) -> list[Partition]:
     """`partition` by the method of `request`, or by "all" methods, which share one search.
-    `accepts_unread`: values that no method reads are no problem."""
+    `accepts_unread`: values that no method reads are accepted."""
     methods = METHODS if request.method == "all" else (request.method,)
     problems: list[Problem] = []
     for method in methods:
