@@ -65,7 +65,8 @@ _FIRST_NOTE_SECONDS, _NOTE_SECONDS = 3.0, 30.0
 _WATCHDOG_SECONDS = 60.0
 #: Longest wait in seconds for a watcher's verdict; the watcher needs less to find the cause.
 _VERDICT_SECONDS = 6.0
-#: Longest wait in seconds until a watcher has locked its folder; one that has not, did not start.
+#: Longest wait in seconds until a watcher has locked its folder; after that time it counts as not
+#: started.
 _START_SECONDS = 5.0
 #: Set by :func:`watch` in a rank of another launcher: its node, and the watcher's folder.
 _node: Node | None = None
@@ -164,9 +165,9 @@ def _show(folder: Path, rank: int) -> None:
 
 
 def watch(command: Callable[[Path, Node], Sequence[str]]) -> None:
-    """Have this rank of another launcher watched: the first rank of a node starts
-    ``command(folder, node)``, which watches all ranks of the node. No-op for a world of one, and
-    where the folder or the process cannot be created."""
+    """Let a watcher observe this rank, which another launcher started. The first rank of a node
+    starts the watcher of all its ranks, the command ``command(folder, node)``. No-op for a world of
+    one, and where the folder or the watcher cannot be created."""
     global _watched, _node
     node, rank = Node.of(os.environ), own_rank()
     if node.world_size == 1:
@@ -295,7 +296,8 @@ def _connect(
     rank: int, world_size: int, timeout: timedelta, stopping: Callable[[], int | None]
 ) -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT, after all ranks have joined it. Waits in Python, so
-    that signals end it; prints the missing ranks every :data:`_NOTE_SECONDS`."""
+    that signals end it. Prints the missing ranks after :data:`_FIRST_NOTE_SECONDS`, then every
+    :data:`_NOTE_SECONDS`."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     since = time.monotonic()
     next_note = since + _FIRST_NOTE_SECONDS
@@ -427,17 +429,18 @@ def run_ranks(
     :class:`~moemesh.monitor.supervisor.Supervisor`.
 
     Rank 0 writes to this process's output; rank i to ``rank-i.out`` and ``rank-i.err`` in `logs`.
-    When a rank fails the others are ended, and the verdict names the first that failed and why; the
-    exit code is that rank's own (128 + signal if one killed it, else 1). Tracebacks stay in `logs`.
+    When a rank fails the others are ended, and the verdict names the first that failed and why. The
+    exit code is that of this rank: 128 + signal if a signal killed it, 1 if its own code is 0
+    or unknown. Tracebacks stay in `logs`.
 
     The first SIGINT, SIGTERM, SIGHUP, SIGQUIT or SIGUSR1 to this process is passed on to every
     rank, once: ranks are sessions of their own, so that a terminal's Ctrl-C does not reach them as
-    well. They have `grace_seconds` to save and leave before they are killed, and none where nothing
-    has been trained yet; the exit code is 128 + signal (SIGUSR1: that of SIGTERM). A second Ctrl-C
-    kills them at once.
+    well. They have `grace_seconds` to save and leave before they are killed; if training has not
+    begun, they are killed at once. The exit code is 128 + signal (SIGUSR1: that of SIGTERM). A
+    second Ctrl-C kills the ranks at once.
     """
-    # Delete files of an earlier run that this run may not write. If the folder cannot be written,
-    # the ranks run all the same.
+    # Delete files of an earlier run that this run would not always overwrite. If the folder cannot
+    # be written, the ranks run all the same.
     with suppress(OSError):
         logs.mkdir(parents=True, exist_ok=True)
         for file in (logs / "rank-0.err", *logs.glob("rank-*.stacks")):
@@ -467,7 +470,8 @@ def _report_and_print(
     """``sys.excepthook`` of a rank. Ctrl-C in a rank of torchrun is not a failure of the rank."""
     if launched() or not isinstance(error, KeyboardInterrupt):
         report_failure(error)
-    # The console shows one failure, the first: the launcher prints rank 0's if that is it.
+    # The console shows only the first failure, and the launcher prints it. So rank 0, whose stderr
+    # is the console, prints none.
     if not (launched() and own_rank() == 0):
         sys.__excepthook__(kind, error, trace)
 

@@ -88,8 +88,8 @@ class HeadSizes(Section):
 class AttentionConfig(HeadSizes):
     """The part of :class:`moemesh.config.model.ModelConfig` that describes attention.
 
-    Names are those of Hugging Face configurations, if they have one; keys of a ``rope_scaling``
-    table get the prefix "rope_".
+    Most names are those of Hugging Face configurations; most keys of a ``rope_scaling`` table get
+    the prefix "rope_".
     """
 
     section: ClassVar[str] = "model"
@@ -149,12 +149,14 @@ class AttentionConfig(HeadSizes):
     rope_beta_fast: Positive = 32.0
     rope_beta_slow: Positive = 1.0
     rope_truncate: bool = True
-    #: YaRN's factors of the rotated queries and keys, and with latent attention of the scores.
-    #: 0: not given; `attention_factor` then follows from the other two, or from rope_factor.
+    #: YaRN multiplies the rotated queries and keys by `rope_attention_factor`. If it is 0, the
+    #: factor follows from both mscales, or without them from rope_factor (:attr:`rope_scale`). With
+    #: latent attention `rope_mscale_all_dim` also scales the scores (:attr:`attention_scale`).
     rope_mscale: Annotated[NotNegative, _YARN] = 0.0
     rope_mscale_all_dim: Annotated[NotNegative, _YARN] = 0.0
     rope_attention_factor: Annotated[NotNegative, _YARN] = 0.0
-    #: Llama 3.1: wavelengths above original/low are divided, below original/high kept.
+    #: Llama 3.1 divides frequencies by the factor if their wavelength is above original/low, keeps
+    #: them if it is below original/high, and blends between.
     rope_low_freq_factor: Positive = 1.0
     rope_high_freq_factor: Positive = 4.0
     #: The longest sequence that RoPE is made for; 0: without a limit.
@@ -168,7 +170,7 @@ class AttentionConfig(HeadSizes):
         return int(self.head_dim * self.partial_rotary_factor)
 
     def window(self, layer: int) -> int:
-        """Keys that a query of `layer` (from 0) sees, its own included; 0: all before it."""
+        """Keys that a query of `layer` (from 0) sees, its own included; 0: all up to its own."""
         if not self.layer_types:
             return self.sliding_window
         slides = self.layer_types[layer % len(self.layer_types)] == "sliding_attention"

@@ -1,6 +1,6 @@
 """Coordinates of ranks: the two meshes over the same ranks, and how sizes are cut into shards.
 
-The attention mesh is ``pp x dp x cp x tp``, the expert mesh ``pp x edp x ep x etp``; pp is
+The dense mesh is ``pp x dp x cp x tp``, the expert mesh ``pp x edp x ep x etp``; pp is
 outermost and shared, tp and etp are innermost:
 
     rank = ((pp * DP  + dp ) * CP + cp) * TP  + tp
@@ -26,9 +26,9 @@ VIEWS: dict[str, tuple[str, ...]] = {
 }
 
 #: Axis name -> (view, the dimensions of that view that the axis spans).
-#: Gradients are summed over combined axes: those of parameters sharded over tp over ``dp_cp``, of
-#: other dense parameters over ``stage``, of factors of adapters that are not sharded with their
-#: expert's width over ``edp_etp``. The ranks of ``cp_tp`` share sequences.
+#: Three combined axes sum gradients: ``dp_cp`` those of parameters that tp shards, ``stage`` those
+#: of other dense parameters, and ``edp_etp`` those of the factors of adapters that are not sharded
+#: with their expert's width. The ranks of ``cp_tp`` share sequences.
 AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pp": ("dense", ("pp",)),
     "dp": ("dense", ("dp",)),
@@ -126,7 +126,8 @@ class Layout(MeshDegrees, Shown):
 
     @property
     def ep_rail(self) -> int:
-        """Number of such blocks (nodes, or parts of them) that an expert-parallel group spans."""
+        """Number of blocks of :attr:`ep_node` ranks (nodes, or parts of them) in an expert-parallel
+        group."""
         return self.ep // self.ep_node
 
     def dimensions(self, view: str) -> dict[str, int]:
@@ -179,7 +180,8 @@ class Layout(MeshDegrees, Shown):
         return f"{axis}_shard" if self.shard_group else axis, f"{axis}_copies"
 
     def same_ranks(self, axis: str) -> str:
-        """The first of :data:`SHARDED_AXES` with the same groups as `axis`, a sharded axis, too."""
+        """The first of :data:`SHARDED_AXES` that has the same groups as `axis`, which is one of
+        them."""
         shape = self._shape_of_groups(axis)
         return next(other for other in SHARDED_AXES if self._shape_of_groups(other) == shape)
 

@@ -213,8 +213,8 @@ def _elements(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, object]]:
 
 
 def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
-    """A file, or pieces of it that end after a newline without a following blank, or, without such
-    a newline, before a character."""
+    """A file, or its pieces. A piece ends after a newline that no blank follows; if it has no such
+    newline, it ends before the last character."""
     rest, offset = b"", 0  # bytes read after the last cut, and the offset of the first of them
     while piece := stream.read(PIECE):
         piece = rest + piece
@@ -322,7 +322,8 @@ def _conversation(messages: Any, fields: Mapping[str, Any], where: Where) -> Rec
     record: Record = {MESSAGES: messages}
     for key in (TOOLS, TEMPLATE_VALUES):
         if (value := fields.get(key)) is not None and value != "":
-            # A list may come from a table, which has nulls for missing keys; a text does not.
+            # Nulls of a list may come from a table, where they stand for missing keys. Nulls of a
+            # JSON text are values.
             is_text = isinstance(value, str)
             record[key] = _json(value, key, where) if is_text else without_nulls(value)
     return record

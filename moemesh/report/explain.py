@@ -45,7 +45,8 @@ from moemesh.trace.step_seconds import flop_rate
 _NOTICEABLE = 0.03
 #: Multiple of the noise of a part above which a rise is significant.
 _NOISES = 3
-#: Least gap between validation and training loss that is reported: absolute, and relative.
+#: Least difference of two losses that counts: absolute, and relative (only for the gap between
+#: validation and training loss).
 _GAP, _GAP_SHARE = 0.1, 0.1
 #: Number of parts of the run whose median losses are compared.
 _PARTS = 20
@@ -203,7 +204,8 @@ def _verdict(
 def shape_of(rows: Sequence[MetricsRow], *, rose: bool = False) -> str:
     """The shape of the losses of a run that has not learned: "falls", "falls slowly", "stays" (near
     its first value), "rises" (also: was far above its first value, or does not fall under uneven
-    gradients), or "" if noise hides the shape. `rose`: the losses have risen after their lowest."""
+    gradients), or "" if the shape is not clear. `rose`: the losses have risen after their
+    lowest."""
     losses = [row.loss for row in rows]
     norms = sorted(row.grad_norm for row in rows if math.isfinite(row.grad_norm))
     is_even = bool(norms) and norms[-1] < _UNEVEN * statistics.median(norms)
@@ -510,8 +512,8 @@ def _changed(run: Run, overrides: Sequence[str], *, continues: bool = True) -> s
     """The command that trains with `overrides`; "" without any, or if they are illegal.
 
     With `continues` a finished run is resumed in its folder, with the required --allow-change; to
-    twice its steps, unless `overrides` has train.steps. Otherwise, and while the run is active, a
-    new run is started in a sibling folder.
+    twice its steps, unless `overrides` has train.steps. Otherwise, for an unfinished run, and for a
+    change of the model, a new run is started in a sibling folder.
     """
     file, folder = run.folder / "config.toml", run.folder
     if not overrides or not file.is_file():
@@ -587,8 +589,8 @@ def _checkpoint(run: Run) -> str:
 
 def _resume(run: Run, of_run: RunFacts, arguments: Sequence[str] = ()) -> str:
     """The command of the newest start, with `arguments` in place of its options for the same keys.
-    If this process runs in another directory, or the run folder was moved, the command's relative
-    paths are wrong: then the command that resumes the folder."""
+    If this process runs in another directory, or the run folder was moved, the relative paths of
+    that command are wrong; the result is then the command that resumes the folder."""
     words = shlex.split(of_run.command)
     directory = run.starts[-1].get("directory") if run.starts else None
     if isinstance(directory, str) and words:

@@ -30,8 +30,8 @@ from moemesh.config.plan import SHARDED_STATES
 BUCKET_BYTES = 25 << 20
 #: Bytes of one bucket of a parameter server, which receives it from all other ranks at once.
 SERVED_BUCKET_BYTES = 4 << 20
-#: Largest bucket of sharded states, as a share of a rank's gradients, and the lower limit of that
-#: size in bytes: pending buckets and their receive buffers stay small beside the states.
+#: A bucket of sharded states ends at this share of a rank's gradients, so that pending buckets and
+#: their receive buffers stay small beside the states; and not below this number of bytes.
 SHARE_OF_GRADIENTS, LEAST_BUCKET_BYTES = 1 / 16, 1 << 18
 
 
@@ -67,8 +67,8 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parameters in the order of the flat vector, equal in the four properties of the module.
-    `unit`: their unit; None if buckets may span several."""
+    """Parameters in the order of the flat vector, equal in the four properties that the module
+    docstring lists. `unit`: their unit; None if buckets may span several."""
 
     members: tuple[Member, ...]
     unit: str | None = None

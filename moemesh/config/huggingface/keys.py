@@ -1,7 +1,7 @@
 """Sizes under the names of published configurations, read strictly.
 
-The keys that were read are recorded, so that an unread key that means parameters is reported
-instead of ignored.
+The keys that were read are recorded, so that a key that adds parameters to the model and was not
+read is reported instead of ignored.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _FOR_ALL = (
 
 
 def as_class(config: Config, kind: str) -> dict[str, Any]:
-    """`config` with the defaults and under the key names of transformers' class of the family
-    `kind`, without keys that the class ignores. A copy for a family without a row in
-    ``classes.toml``."""
+    """`config` as transformers' configuration class of the family `kind` reads it: with the key
+    names and the defaults of the class, without keys that it ignores. For a family without a row in
+    ``classes.toml`` a plain copy."""
     row = class_rows().get(kind)
     if row is None:
         return dict(config)
@@ -83,7 +83,8 @@ class ReadConfiguration(Mapping[str, Any]):
 
 
 def first(config: Config, size: str, default: int | None = None) -> int:
-    """The value of the first published name of a size. Raises KeyError with all of them."""
+    """The value of a size, from the first of its published names that `config` has. Raises KeyError
+    with all names if it has none and there is no `default`."""
     return whole(config, *names(size), default=default)
 
 

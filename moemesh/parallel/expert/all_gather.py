@@ -6,7 +6,7 @@ ones), H hidden.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
-| plan | experts T x K | filter | all_gather of token counts and experts | none |
+| plan | experts T x K | rows of its experts | all_gather of token counts and experts | none |
 | dispatch | T x H | A x H | all_gather | reduce_scatter |
 | combine, dense | A x H partial | T x H | reduce_scatter | all_gather |
 | combine, uneven | C x H partial | T x H | all_to_all of routed rows, sum | all_to_all |
@@ -70,9 +70,10 @@ class GatheredRows:
 
 
 class AllGatherPlan:
-    """Tokens of each rank (`sizes`), rows of each local expert, and :attr:`kept`, the rows. Their
-    number depends on the routing, and the gather does not need it: the host waits for it at the
-    first use of :attr:`kept`, after the gather has started and later work is queued."""
+    """Numbers of tokens of each rank (`sizes`) and of rows of each local expert (`counts_L`), and
+    the rows themselves (:attr:`kept`). The total number of rows depends on the routing, and the
+    gather does not need it: the host waits for it at the first use of :attr:`kept`, after the
+    gather has started and later work is queued."""
 
     def __init__(
         self, sizes: list[int], counts_L: Tensor, decide: Callable[[], GatheredRows]
@@ -135,7 +136,7 @@ class AllGatherDispatcher(Dispatcher):
         sorted_ = SortedByExpert(local_AK, self.num_local)
         on_host = local_AK.device.type == "cpu"
         if not on_host and self.form != "uneven" and local_AK.numel() <= self.spare_rows:
-            # All pairs get rows; all ranks of the group have the same pairs.
+            # All pairs get rows. All ranks of the group have the same pairs, so all come here.
             tokens_A, slot_R = sorted_.rows_and_rest()
             kept = GatheredRows(
                 tokens_A=tokens_A, slot_R=slot_R, results=tokens_A, none_AK=local_AK < 0
@@ -160,7 +161,7 @@ class AllGatherDispatcher(Dispatcher):
             if self.form == "uneven" or (self.form == "fewest_bytes" and sends_less):
                 index = self.group.index
                 start, size = sum(sizes[:index]), sizes[index]
-                own_GT = visits_AG[start : start + size].t()  # by source rank, then by token
+                own_GT = visits_AG[start : start + size].t()  # by rank of the expert, then by token
                 places = places_of_true(own_GT.reshape(-1), sum(visits_GG[index]))
                 back = Hop(
                     axis=self.group,

@@ -63,7 +63,7 @@ class EndOfTurn(NamedTuple):
 def text_ends(folder: Path) -> list[int]:
     """The ids that end a text in ``generate`` of transformers: those of generation_config.json, or
     without that file those of config.json. Raises UserError for a file without a JSON object, and
-    for other values."""
+    for values that are not ids."""
     file = next((file for name in (GENERATION, CONFIG) if (file := folder / name).is_file()), None)
     if file is None:
         return []
@@ -96,14 +96,15 @@ def unapplied_settings(folder: Path) -> list[str]:
     else:
         settings = _of_config(settings_of(folder / CONFIG))
     given = {key: settings.get(key) for key in _UNAPPLIED}
-    # The numbers that change nothing; true, which Python takes for 1, does change something.
+    # The numbers 0 and 1 are taken to change nothing. True, which equals 1 in
+    # Python, does change something.
     return [k for k, v in given.items() if v is True or v not in (None, False, 0, 1, [], {})]
 
 
 def end_of_turn(run: Path, config: RunConfig) -> EndOfTurn | None:
     """The end of a turn in the training of `run`: the stop of ``moemesh generate --chat``, or
-    without a chat template the end of a completion. None for a run on texts, and if the tokenizer
-    of the run cannot be read."""
+    without a chat template the end of a completion. None for a run on texts, for a tokenizer that
+    cannot be read, and if no text ends a turn."""
     if not was_tuned_on_conversations(run):
         return None
     with suppress(DataError):
@@ -166,7 +167,8 @@ def put_end_of_turn(out: Path, end: EndOfTurn) -> str:
 
 def _name_end_of_text(folder: Path, token: str, number: int) -> bool:
     """Make `token` the ``eos_token`` of the tokenizer in `folder`. False, with unchanged files, if
-    another text would get other ids, or if a chat template writes ``eos_token``."""
+    the tokenizer cannot be read, if its id of `token` is not `number`, if other added tokens would
+    change, or if a chat template uses ``eos_token``."""
     files = {
         name: settings_of(folder / name)
         for name in (SETTINGS, SPECIAL)
