@@ -61,10 +61,10 @@ class Answer(Shown):
 
 
 class Answers(Shown, list[Answer]):
-    """The best layouts, fastest first. ``recommended`` is as fast as the first within the model's
-    error, and safer or simpler if such a layout exists (``answer["roles"]``). ``details``: the
-    object of ``moemesh plan --json`` (certificate, binding limit, sensitivity, ...); ``why``: its
-    verdicts on the layouts given as `why`, in the same order."""
+    """The best layouts, fastest first. ``recommended`` is as fast as the first within the error of
+    predicted times, and safer or simpler if such a layout exists (``answer["roles"]``).
+    ``details``: the object of ``moemesh plan --json`` (certificate, binding limit, sensitivity,
+    ...); ``why``: its verdicts on the layouts given as `why`, in the same order."""
 
     def __init__(
         self, answers: Iterable[Answer], recommended: Answer, details: dict[str, Any]
@@ -106,8 +106,8 @@ def plan(
     """Returns the `top` best layouts, fastest first (`top` = 1: the recommended one); see
     ``moemesh plan --help`` for the options.
 
-    `model` and `cluster`: a configuration, the path of one, or the name of a preset. `tokens`: the
-    number of the training (14.8e12, "14.8T"), which adds ``days`` and ``gpu_hours`` to each
+    `model` and `cluster`: a configuration, the path of one, or the name of a preset. `tokens`: how
+    many are trained in all (14.8e12, "14.8T"), which adds ``days`` and ``gpu_hours`` to each
     answer's ``speed``. `price`: that of a GPU-hour, which adds ``money_per_step`` and, with tokens,
     ``money``. `why`: layouts to compare ("tp=8,ep=64,data=zero3"). Raises ConfigError with every
     problem, NothingFits (a ValueError) if no layout fits in memory.

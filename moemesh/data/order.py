@@ -70,7 +70,8 @@ class IdRanges:
 #: Purposes that key the random streams of all runs; source i adds i * SOURCE_STRIDE.
 HELD_OUT_STREAM, ORDER_STREAM = 1, 2
 SOURCE_STRIDE = 1 << 16
-#: Longest period of an interleaving; weights that need a longer one are rounded to shares of it.
+#: Longest exact period of an interleaving. Weights that need a longer one are rounded to shares of
+#: it; rounding may change its length a little.
 LONGEST_PERIOD = 1 << 16
 #: Largest size of a permutation that is stored as a table; rounds of the network for larger ones.
 LARGEST_TABLE, ROUNDS = 1 << 20, 8
@@ -111,8 +112,8 @@ class Permutation:
         mask = (np.uint64(1) << self._half) - np.uint64(1)
         left, right = numbers >> self._half, numbers & mask
         for key in self._keys:
-            # SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014): every bit of a word moves
-            # every bit of the result.
+            # SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014): every bit of a word
+            # influences every bit of the result.
             words = right ^ key
             words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -133,8 +134,8 @@ class Interleaving:
     def __init__(self, weights: Sequence[float]) -> None:
         """`weights` are positive."""
         # The smallest whole numbers in the ratio of the weights; if their sum is too large, the
-        # nearest positive ones of the longest period. Weights are decimal: 0.3 means three tenths,
-        # not the nearest binary number.
+        # nearest positive ones for a sum of about LONGEST_PERIOD. Weights are decimal: 0.3 means
+        # three tenths, not the nearest binary number.
         exact = [Fraction(str(weight)) for weight in weights]
         scale = lcm(*(weight.denominator for weight in exact))
         whole = [int(weight * scale) for weight in exact]

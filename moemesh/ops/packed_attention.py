@@ -55,8 +55,8 @@ def packed_forward(
     *,
     scale: float,
 ) -> Partial:
-    """Attention of each position to the last `window` ones of its document up to it (None: to all
-    of these)."""
+    """Attention of each position to itself and to earlier positions of its document, to `window` of
+    them at most, its own included (None: to all)."""
     batch, value_size = len(qkv[0]), qkv[2].shape[-1]
     inputs = (_end_to_end(x, qkv[0]) for x in qkv)
     rules, options = _rules(within, window, scale)
@@ -92,8 +92,8 @@ def _rules(
     within: Documents, window: int | None, scale: float
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of the kernel in its order: starts of documents of queries and of keys, the longest
-    of each, dropout, whether it is causal; then options: scale and window. A causal window is
-    given by its two sides alone."""
+    of each, dropout, whether it is causal; then options: scale and window. With a window the
+    argument for causal is False: the right side of the window, 0, makes it causal."""
     starts, longest = within
     left = -1 if window is None else window - 1
     options = {"scale": scale, "window_size_left": left, "window_size_right": 0}

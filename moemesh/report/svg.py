@@ -1,9 +1,9 @@
 """Shared parts of all pictures: colours, numbers, ticks, and the accessible frame of a figure.
 
 A figure is a self-contained SVG text with a title and a description, the same bytes for the same
-data. `INK`, `MUTED` and `PALETTE` have a contrast of at least 4.5:1 on white (WCAG 2 AA for text;
-graphics need 3:1). A
-page in the dark scheme replaces them by those of `DARK`.
+data. `INK`, `MUTED` and `PALETTE` have a contrast of at least 4.5:1 on white, as WCAG 2 AA asks for
+text (for graphics it asks for 3:1). A page in the dark scheme replaces them by the colours of
+`DARK`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ PALETTE: tuple[tuple[str, str], ...] = (
 COLOURS: tuple[str, ...] = tuple(light for light, _ in PALETTE)
 #: Background of a page in the dark scheme.
 DARK_GROUND = "#12161d"
-#: Replacements of colours in the dark scheme: a contrast of at least 4.5:1 for text and graphics,
-#: lines of the grid and idle areas excepted, and for `ON_DARK` on the replaced colour of its area.
+#: Replacements of colours in the dark scheme. Those of text and graphics have a contrast of at
+#: least 4.5:1 on the background, that of `ON_DARK` on the replaced colours of filled areas; those
+#: of the grid and of idle areas have less.
 DARK: dict[str, str] = {
     INK: "#e8ebf0",
     MUTED: "#b3bcc9",

@@ -26,7 +26,8 @@ class EarlyStop:
             self.best, self.since = self._newest, 0
 
     def improved_at(self, step: int) -> bool:
-        """Whether the run has a patience and its lowest loss at `step`: it then saves that step."""
+        """Whether the run has a patience and the lowest loss so far is that of `step`. The run then
+        saves this step."""
         return self.patience > 0 and self.best[0] == step
 
     @property
@@ -51,7 +52,8 @@ class EarlyStop:
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of :meth:`state`; an older checkpoint has none."""
+        """Restore what :meth:`state` returned; {} for checkpoints of versions that did not save
+        it."""
         step, loss = state.get("best") or (0, math.inf)
         self.best: tuple[int, float] = int(step), float(loss)
         self.since = int(state.get("validations_since", 0))

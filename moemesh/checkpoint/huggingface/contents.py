@@ -34,14 +34,14 @@ from moemesh.config.limits import one_line, parse_json
 #: Largest index that is parsed, in bytes.
 INDEX_LIMIT = 64 << 20
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
-#: The base model in the names of a model with a head, ``base_model_prefix`` of transformers.
+#: Prefix of the base model's tensors in a model with a head: ``base_model_prefix`` of transformers.
 _PREFIX = "model."
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 #: Dtypes of weights that are not quantized.
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 #: safetensors' names of dtypes -> torch's.
 _NAMES = {name: key for key, name in DTYPES.items()}
-#: Most lines of an error message.
+#: Most faults that an error message lists.
 _MOST_LINES = 5
 #: Endings of the names of scales in fp8, and of numbers and scales in mxfp4.
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
@@ -60,8 +60,8 @@ class StoredTensor(NamedTuple):
 
 class Packed(NamedTuple):
     """A quantized tensor: in fp8 a matrix, or a stack of matrices, with a scale for each `block` of
-    its last two dims; in mxfp4 (`block` None) a stack of matrices [E, C, R] with columns in groups
-    of 32."""
+    its last two dims; in mxfp4 (`block` None) a stack of matrices [E, C, R], with a scale for each
+    group of 32 numbers along C."""
 
     name: str
     shape: tuple[int, ...]

@@ -119,8 +119,9 @@ def other_folder(folder: Path, name: str | None = None) -> tuple[str, str] | Non
 
 def differ(folder: Path, first: str, second: str, single: str = SINGLE) -> bool:
     """Whether a folder has both of two tensors, in the file `single` or those of its index, and
-    they differ in dtype, shape or any byte; two of fp8, whose scales are elsewhere, do.
-    False for a damaged folder: opening its weights reports the fault."""
+    they differ in dtype, shape or any byte. Two tensors of fp8 count as different, because their
+    scales are stored elsewhere. False for a damaged folder: opening its weights reports the
+    fault."""
     try:
         index: dict[str, str] = {}
         if not (folder / single).exists():

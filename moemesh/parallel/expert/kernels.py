@@ -22,8 +22,8 @@ from moemesh.ops.expert_weights import ExpertWeights
 
 #: Name of our own operations in ``train.experts``.
 PLAIN_PATH = "grouped_mm"
-#: Largest difference of a kernel from our own operations, relative to the largest number: that is
-#: rounding of bfloat16.
+#: Largest difference of a kernel from our own operations that counts as rounding of bfloat16,
+#: relative to the largest number.
 TOLERANCE = 0.03
 #: Untimed calls (kernels compile and tune themselves in these), and timed calls.
 WARM_UP, ROUNDS = 2, 5
@@ -33,7 +33,8 @@ def set_kernel(
     model: Transformer, wanted: str, mesh: Mesh, *, tokens_per_rank: int, defers: bool
 ) -> list[str]:
     """Set the kernel `wanted` (``train.experts``) of all experts, on every rank or on none; returns
-    a line on the choice. All ranks call. `defers`: the schedule defers weight gradients."""
+    a line on the choice, none if nothing was tried. All ranks must call it. `defers`: the schedule
+    defers weight gradients."""
     is_measured = mesh.device.type == "cuda" and bool(model.config.routed_layers)
     if wanted == PLAIN_PATH or (wanted == "auto" and not is_measured):
         return []
@@ -82,7 +83,8 @@ def set_kernel(
 
 
 def inputs_of(experts: Experts, num_tokens: int, num_slots: int) -> list[Tensor]:
-    """Random tokens [T, H], weights and spread experts [T, K], gate and up, down of a layer."""
+    """Random tokens [T, H], random weights [T, K], experts [T, K] that get equal numbers of tokens,
+    and random matrices of a layer: gate and up, and down."""
     like = experts.gate_up
     device, dtype, num_experts = like.device, like.dtype, like.shape[0]
     num_slots = min(num_slots, num_experts)

@@ -125,11 +125,12 @@ def edits(
                 continue
             if other.zero and other.dp * other.cp == 1:
                 continue
-            # Gradients (and weights) would be sent for every microbatch, as the search assumes.
+            # ZeRO-2 and 3 send gradients (and weights) for every microbatch of a pipeline, so the
+            # search proposes neither with one.
             if other.zero >= 2 and other.pp > 1 and not (layout.zero >= 2 and layout.pp > 1):
                 continue
             if (other.schedule == "interleaved_1f1b") != (other.stages_per_rank > 1):
-                continue  # one chunk is 1F1B; only interleaved_1f1b has several
+                continue  # only interleaved_1f1b has stages_per_rank above 1, and it always does
             if is_defined(other.schedule, other.pp, other.microbatches, other.stages_per_rank):
                 yield other
 
@@ -160,7 +161,8 @@ class Rival:
     fits).
     `slower`, `parts` and `memory` are this layout minus the best one: seconds of a step, seconds of
     each part (largest first), bytes of each part of the memory. `nearest` is the smallest change
-    that fits; `beyond` are the assumptions and limits of the search that the layout violates.
+    that fits. `beyond` lists the assumptions and limits of the search that the layout violates, and
+    the user's values of keys that no search varies.
     """
 
     #: The user's text.
