@@ -4,7 +4,7 @@ An expert is twice on a GPU only if that is unavoidable.
 
 In all functions `weight` [experts] are loads and `counts` [experts] numbers of replicas; `slots`
 [GPUs x slots per GPU] holds experts, GPU after GPU; `unit` [experts] is the load of one replica;
-`load` [GPUs] changes with both.
+`load` [GPUs], the sum of `unit` over the slots of each GPU, is kept up to date with `slots`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ def counts_by_quotient(weight: Floats, num_slots: int, limit: int) -> Ints:
     """Counts [experts]: each expert gets one slot, and each further slot goes to the expert with
     the largest load per replica. This minimises the largest replica (Adams' method of
     apportionment). No count exceeds `limit` as long as num_slots <= experts x limit; ties go to the
-    lowest expert. With a heap it takes
-    O(experts + slots log experts)."""
+    lowest expert. With a heap it takes O(experts + slots log experts)."""
     num_experts = len(weight)
     key = weight.copy()  # load per replica; -1 for an expert at its limit
     heap = np.arange(num_experts)
@@ -104,8 +103,9 @@ FEW_GPUS = 24
 
 @compiled
 def pack(weight: Floats, counts: Ints, num_gpus: int, goal: float, slots: Ints) -> float:
-    """Pack the replicas, then swap until the largest load is at most `goal`, or no swap helps.
-    Fills `slots`; returns the largest load."""
+    """Pack the replicas, then swap until the largest load is at most `goal`, no swap helps, or the
+    limits of :func:`swap_opposite` and :func:`swap_hottest` are reached. Fills `slots`; returns the
+    largest load."""
     unit = weight / counts
     load = np.empty(num_gpus)
     fold(counts, unit, num_gpus, slots, load)
@@ -222,8 +222,8 @@ def best_swap(
 
 @compiled
 def separate(slots: Ints, unit: Floats, load: Floats) -> bool:
-    """Swap second replicas of an expert on a GPU to other GPUs, each by the swap with the least
-    load. False if one remains."""
+    """Swap second replicas of an expert on a GPU to other GPUs, each by the swap after which the
+    heavier of the two GPUs has the least load. False if one remains."""
     num_slots = len(slots)
     per_gpu = num_slots // len(load)
     done = True
@@ -270,8 +270,9 @@ def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
 
 @compiled
 def swap_hottest(slots: Ints, unit: Floats, load: Floats, goal: float) -> float:
-    """Best swaps of the hottest GPU, until the largest load is at most `goal` or no swap helps;
-    returns the largest load."""
+    """Best swaps of the hottest GPU, or the first one found that reaches `goal`: until the largest
+    load is at most `goal` or no swap helps, but at most 4 swaps for each slot. Returns the largest
+    load."""
     num_slots = len(slots)
     per_gpu = num_slots // len(load)
     for _ in range(4 * num_slots):

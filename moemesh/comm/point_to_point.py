@@ -20,9 +20,9 @@ from moemesh.comm.transfers import pair_of, record
 from moemesh.monitor.progress import Ticket
 from moemesh.trace.wire import WireBytes
 
-# Messages between two ranks of an axis, blocking and not, entered as "send_receive".
+# Messages between two ranks of an axis, blocking and not. The ledger has them as "send_receive".
 #
-# Both sides know shape and dtype. The sender enters the bytes as sent, the receiver as received.
+# Both sides know shape and dtype. The sender records the bytes as sent, the receiver as received.
 # Messages between the same two ranks with the same `tag` arrive in the order they were started.
 # NCCL has no tags: a send and a receive that overlap in time must be in one :func:`exchange`, and
 # exchanges start in one order on all ranks.
@@ -86,7 +86,8 @@ def exchange(
             tickets.append(_enter(is_sent, x, axis, index, phase, caller))
             operations.append(dist.P2POp(operation, x, axis.ranks[index], axis.group, tag))
     works = dist.batch_isend_irecv(operations) if operations else []
-    # NCCL returns one work for all operations: only the first ticket is shown while it is awaited.
+    # NCCL returns one work for all operations: while this rank waits for it, the progress record
+    # shows the first message only.
     return [
         PendingWork([work], ticket=ticket) for work, ticket in zip(works, tickets, strict=False)
     ]

@@ -55,8 +55,9 @@ class WholeSequences:
 #: Rounds of Sinkhorn's algorithm; always all of them, so that no rank stops before another.
 SINKHORN_ROUNDS = 8
 
-#: Number of scores up to which :func:`stable_top_k` sorts them instead of integer keys (8 and 35 us
-#: for 128 scores, 40 and 39 us for 2,048).
+#: Number of scores up to which :func:`stable_top_k` sorts the scores. For more of them it takes
+#: the top-k of integer keys. The sort takes 8 us for 128 scores and 40 us for 2,048; the keys take
+#: 35 and 39 us.
 FEW_SCORES = 1024
 
 
@@ -109,8 +110,8 @@ def capacity_per_sequence(valid_BS: Tensor, config: ModelConfig, factor: float) 
 
 def comparable(scores: Tensor) -> Tensor:
     """Scores for comparisons between tokens, rounded: fp32 to bf16 and fp64 to fp32. The last bits
-    of equal tokens' scores depend on the layout. Rounded, the scores tie, and the earlier token
-    wins in every layout."""
+    of equal tokens' scores depend on the layout. Rounded, such scores nearly always tie, and of
+    tied tokens the earlier one wins in every layout."""
     if scores.dtype == torch.float64:
         return scores.to(torch.float32).to(scores.dtype)
     return scores.to(torch.bfloat16).to(scores.dtype)
@@ -189,15 +190,20 @@ JITTER_STREAM = 3
 class Routing(NamedTuple):
     """The experts of each token in one layer and microbatch.
 
-    Floating numbers are fp32, or fp64 in a float64 model. ``weights_TK`` with gradient, 0 without
-    an expert; ``experts_TK`` int64 logical ids, -1 = none; ``probabilities_TE``, rows summing to 1
-    (0 for padding), for balance losses; ``logits_TE``; ``preferred_TK`` the plain top-k of the
-    scores, without bias, groups, balancing or capacity, which the balance loss counts (DeepSeek-V3,
-    arXiv:2412.19437, eq. 18), or the chosen experts if no such loss is computed; ``num_dropped``
-    the number of choices whose expert was full (None: no capacity was applied), and ``fault`` the
-    code of the first logit that is not finite (:mod:`moemesh.model.faults`), both int64 scalars of
-    this rank's tokens. ``is_complete``: the host knows, without a wait for the device, that
-    ``experts_TK`` has no -1.
+    Floating numbers are fp32, or fp64 in a float64 model.
+
+    - ``weights_TK``: with gradient; 0 without an expert.
+    - ``experts_TK``: int64 logical ids; -1 = none.
+    - ``probabilities_TE``: for balance losses; rows sum to 1 (0 for padding).
+    - ``logits_TE``: what the scores were computed from.
+    - ``preferred_TK``: the plain top-k of the scores, without bias, groups, balancing or capacity,
+      which the balance loss counts (DeepSeek-V3, arXiv:2412.19437, eq. 18). If the model has
+      neither that loss nor a z-loss, the chosen experts.
+    - ``num_dropped``: number of this rank's choices whose expert was full, an int64 scalar. None:
+      no capacity was applied.
+    - ``fault``: code of the first of this rank's logits that is not finite
+      (:mod:`moemesh.model.faults`), an int64 scalar.
+    - ``is_complete``: the host knows, without a wait for the device, that ``experts_TK`` has no -1.
     """
 
     weights_TK: Tensor
@@ -273,8 +279,8 @@ class Router(nn.Module):
             logits_TE = F.linear(x_TH, weight_EH.to(x_TH.dtype)).to(weight_EH.dtype)
         else:
             # The product in fp32: a bf16 router changes the experts of 0.5 to 2 % of tokens. On a
-            # GPU F.linear saves an autograd Function (the router's small weight gradient is then
-            # not deferred); on a CPU it would change the bits of old runs.
+            # GPU F.linear avoids the cost of an autograd Function (the router's small weight
+            # gradient is then not deferred); on a CPU it would change the bits of old runs.
             product = linear if x_TH.device.type == "cpu" else F.linear
             logits_TE = product(x_TH.to(weight_EH.dtype), weight_EH)
         return logits_TE if self.bias is None else logits_TE + self.bias

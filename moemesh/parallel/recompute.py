@@ -114,8 +114,8 @@ class _Frame:
         self._computed: dict[int, Held] = {}
 
     def pack(self, tensor: Tensor) -> _Place:
-        """The place of the next tensor that the forward saves. It is weak in this frame: a tensor
-        whose place autograd has dropped is not kept when it is recomputed."""
+        """The place of the next tensor that the forward saves. This frame has a weak reference to
+        it: a tensor whose place autograd has dropped is not kept when it is recomputed."""
         place = _Place(self, len(self._places))
         self._places.append(weakref.ref(place))
         return place
@@ -152,8 +152,8 @@ class _Enough(Exception):
 
 
 class RecomputeTape(Flow):
-    """Records decisions in the first forward; inside its context, it replays them. A layer that is
-    recomputed as a whole does not pause, and its graph is not cut."""
+    """Records decisions in the first forward; inside its context, it replays them. ``pause`` and
+    ``cut`` of :class:`Flow` do nothing here: a recomputed layer runs at once, in one graph."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -86,8 +86,9 @@ _KEYS = ("about", "plan", "dispatchers", "num_experts", "hidden_size", "dtype", 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingExample:
-    """Tokens on the ranks of a plan with their experts: ``choices[rank][token]`` are the ids of its
-    slots (-1: none). `about` describes the example; `dispatchers` are printed."""
+    """Tokens on the ranks of a plan with their experts: ``choices[rank][token]`` has the id of
+    the expert in each slot of the token (-1: none). `about` describes the example; `dispatchers`
+    are those whose exchanges are printed."""
 
     plan: Plan
     choices: Sequence[Choices]
@@ -304,7 +305,8 @@ def read_example(
 
 
 def _plan(text: str) -> Plan:
-    """The Plan of `text`, for any sequence length and batch: tokens come from the routing."""
+    """The Plan of `text`, with an arbitrary sequence length and batch: tokens come from the
+    routing."""
     read = read_plan(text, seq_len=1024, global_batch=smallest_batch(text)).plan
     if read is None:
         message = "a dispatch is that of a [plan]; this has keys that no plan has"
@@ -333,17 +335,17 @@ def to_json(example: RoutingExample) -> dict[str, Any]:
 # groups (node-limited routing). Bytes are those of one rank.
 #
 #     rows           a row for each choice: k T
-#     slots          the same into fixed slots, twice the mean for every pair of ranks
-#     tokens         every token to every rank: (P - 1) T
+#     slots          a row for each fixed slot: a pair of ranks has twice its mean number of rows
+#     tokens         every token to every rank: P T
 #     visits         a token once to each rank it visits
 #     node_visits    a token once to each node it visits, and there once to each rank
 #
-# These are kinds of `HopRows`. Rows for the sender are not sent, and rows for ranks of its node do
-# not use the network. A direct exchange takes as long as its slower part, over the network card or
-# over the links of the node; a ring has the rate of its group; latencies are added. Rates are the
-# cluster's times their calibrated share, or measured ones. The printed rate is the bytes over the
-# slower kind of link (of a gather: all its bytes), divided by the time of the exchange, as in
-# DeepEP.
+# These are kinds of `HopRows`. The counts include rows for the sender, which are not sent. Rows for
+# ranks of its node do not use the network. A direct exchange takes as long as its slower part, over
+# the network card or over the links of the node; a ring has the rate of its group; latencies are
+# added. Rates are the cluster's times their calibrated share, or measured ones. The printed rate is
+# the bytes over the slower kind of link (of a gather: all its bytes), divided by the time of the
+# exchange, as in DeepEP.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +362,8 @@ class DispatchLoad:
     fp8: bool = True
 
     def check(self, ep: int) -> list[Problem]:
-        """Every size out of range, else every other broken rule for `ep` ranks."""
+        """Every size out of range; else the broken rules on `ep` and groups; else a token with more
+        experts than it can reach."""
         sizes = ("tokens", "hidden_size", "experts", "experts_per_token")
         problems = [
             Problem.of("out-of-range", name, value, f"it must be between 1 and {LARGEST_SIZE}", "")

@@ -59,7 +59,7 @@ def _panel(
     gives its colour."""
     degrees = layout.dimensions(view)
     ranks_per_node = layout.ranks_per_node or layout.world_size
-    # A row consists of the innermost axes: at least one, at most MOST_COLUMNS ranks.
+    # A row consists of the innermost axis, and of further axes (but pp) up to MOST_COLUMNS ranks.
     inner: list[str] = []
     for axis in reversed(degrees):
         columns = prod(degrees[name] for name in (*inner, axis))

@@ -1,8 +1,8 @@
 """Expert migration: every few steps experts move to other ranks, to even out recent loads.
 
-The loads are an exponential moving average of the exact counts, equal on all ranks, which all use
-the plan of rank 0 (:func:`moemesh.balance.rebalance_incremental`). Layers move one after the other,
-at a step boundary, with everything that belongs to an expert: weights, masters and moments.
+The loads are an exponential moving average of the exact counts, which are equal on all ranks. Rank
+0 plans for all ranks (:func:`moemesh.balance.rebalance_incremental`). Layers move one after the
+other, at a step boundary, with everything that belongs to an expert: weights, masters and moments.
 
 Legend: L MoE layers of the model, E experts.
 """
@@ -26,8 +26,8 @@ from moemesh.parallel.placement import OwnRange
 from moemesh.train.optimizer import Optimizer, has_master
 from moemesh.train.step import StepBoundary
 
-#: Share by which the hottest rank's load may exceed the lower bound of any placement; experts stay
-#: then.
+#: Experts stay where they are as long as the load of the hottest rank exceeds the lower bound of
+#: all placements by at most this share.
 TOLERANCE = 0.05
 #: Largest product of experts and ranks that is planned in plain Python, without compilation.
 LARGEST_UNCOMPILED = 256
@@ -35,8 +35,8 @@ LARGEST_UNCOMPILED = 256
 
 class ExpertMigration:
     """Averages loads, and moves experts after every `every`-th step (0: never).
-    ``parallel.homes[layer]`` has the expert of each place; a layer without an entry has its experts
-    in the order of their ids."""
+    ``parallel.homes[layer]`` has the ids of the layer's experts in the order of their ranks and of
+    their places on a rank; a layer without an entry has them in ascending order."""
 
     def __init__(
         self, parallel: RankModel, optimizer: Optimizer, every: int, log: Callable[[str, str], None]

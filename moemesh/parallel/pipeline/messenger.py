@@ -17,9 +17,9 @@ from moemesh.comm.point_to_point import Channels
 from moemesh.parallel.pipeline.program import Program, TensorSpec
 from moemesh.schedule.action import Message, Op, Schedule, messages, predecessor, successor
 
-#: Number of receives posted in advance; 0 with NCCL, where a receive waits on the device for a send
-#: that may depend on work which this rank has not launched, and where a first use of a kernel, or
-#: an allocation, waits for the receive in turn.
+#: Number of receives posted in advance. It is 0 with NCCL: there a posted receive waits on the
+#: device for its send, which may depend on work that this rank has not launched yet. That work may
+#: be unable to start, since a first use of a kernel, or an allocation, waits for the receive.
 AHEAD = 2
 
 
@@ -45,8 +45,8 @@ def message_specs(program: Program, producer: Op) -> list[TensorSpec]:
 
 
 class Wire:
-    """Sends and receives of one rank's channels; sends keep their storage until they have gone; on
-    gloo, which reports that only to a wait, until :meth:`flush`."""
+    """Sends and receives of one rank's channels. The storage of a send is held until the send is
+    complete. Gloo reports that only to a wait: there it is held until :meth:`flush`."""
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
@@ -157,7 +157,8 @@ class OrderedMessenger:
         self._num_posted = dict.fromkeys(self._queues, 0)
 
     def _post(self, program: Program, source: int, count: int) -> None:
-        """Post receives for the first `count` messages of `source`, as far as `may_receive`."""
+        """Post receives for the first `count` messages of `source`, up to the first one that
+        `may_receive` refuses."""
         for message in self._queues[source][self._num_posted[source] : count]:
             if not self._may_receive(message.producer):
                 break
