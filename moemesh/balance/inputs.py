@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def per_gpu(self) -> int:
-        """Number of slots of a GPU; the others are numbers of a node."""
+        """Number of slots of a GPU. The properties below are numbers of a node."""
         return self.num_slots // self.num_gpus
 
     @property
@@ -51,7 +51,7 @@ class Shape:
 
 
 class BalanceError(UserError):
-    """Error of loads, placements or sizes without a legal placement."""
+    """Loads, placements, sizes or files that cannot be used; the message has the reason."""
 
 
 def is_tensor(value: object) -> bool:

@@ -156,7 +156,8 @@ def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:
     if header is not None and (loads := _named_columns(path, header, rows, warn)) is not None:
         return loads
     named = header is not None and header[0].strip().lower() in _ROW_NAMES
-    # Words in every row are names, too; "1,000" is an unsupported number instead of a word.
+    # A first column of words alone names the rows, too. A cell that begins with a digit, such as
+    # "1,000", is not a word: it is refused as a number that cannot be read.
     named |= not any(is_number(row[0]) or row[0].strip()[:1].isdigit() for row in rows)
     if len(rows[0]) > 1 and named:
         rows = [row[1:] for row in rows]

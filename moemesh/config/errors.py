@@ -109,8 +109,8 @@ _PLAIN: dict[Any, tuple[str, type]] = {
 def _checked(name: str, value: Any, hint: Any) -> Any:
     """`value` of the argument `name`; a whole number of numpy or torch becomes an int if the
     annotation `hint` has int. Raises ConfigError for a word that is not in a Literal, TypeError for
-    another type. A `hint` that is one class outside of :data:`_PLAIN`, or not of classes, is not
-    checked: the function has a check with a fix."""
+    another type. Two kinds of `hint` are not checked, since the function has a check with a fix:
+    one class outside of :data:`_PLAIN`, and a hint with a part that is not a class."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     words = [
         word for member in members if get_origin(member) is Literal for word in get_args(member)

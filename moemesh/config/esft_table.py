@@ -1,12 +1,12 @@
 """Tables of experts for expert-specialised fine-tuning (ESFT; Wang et al., 2024, arXiv:2407.01906).
 
 For the data of a task every expert of a layer has a relevance: the mean of its gate scores over the
-tokens, or the share of choices of experts that fall on it. Divided by their sum over the layer's
-experts, they add up to 1; the smallest set of most relevant experts that reaches a threshold is
-trained, and nothing else but what `train.train_only` names. `moemesh esft scores` writes the table,
-`train.esft` names it. The keys ``experts``, ``shared_experts`` and ``non_expert_modules`` are those
-of the files that the paper's authors have published, which can be read as well if the two switches
-are off.
+tokens, or the share of choices of experts that fall on it. The relevances of a layer are divided by
+their sum, so that they add up to 1; the smallest set of most relevant experts that reaches a
+threshold is trained, and nothing else but what `train.train_only` names. `moemesh esft scores`
+writes the table, `train.esft` names it. The keys ``experts``, ``shared_experts`` and
+``non_expert_modules`` are those of the files that the paper's authors have published. Those files
+can be read as well if their two switches, ``shared_experts`` and ``non_expert_modules``, are off.
 """
 
 from __future__ import annotations

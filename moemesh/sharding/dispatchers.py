@@ -12,8 +12,8 @@ to itself included:
 | node_visits, visits | | n T | d T |
 | slots | C P | | |
 
-Copied rows are those that a rank reorders or sums, before or after the copy, whichever are more. On
-a single node a node-aware exchange has only the hop inside the node (n = 0).
+Copied rows are those that a rank reorders or sums. A copy counts its input or its output rows,
+whichever are more. On a single node a node-aware exchange has only the hop inside the node (n = 0).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from moemesh.config.dispatcher_table import DISPATCHERS, PREDICTED, UniformRows
 #: Ratio of the fixed slots to the rows of uniform routing.
 CAPACITY_FACTOR = 2.0
 #: Bytes of rows, most of them unused, that an accelerator prepares so that its host need not wait
-#: for the real number: on a simulated H100 this takes about as long as the wait (docs/log.md).
+#: for the number of used rows: on a simulated H100 the preparation takes about as long as the wait
+#: (docs/log.md).
 SPARE_BYTES = 1 << 24
 #: Largest ratio of predicted costs, node-aware exchange to best other one, at which the former is
 #: chosen: the processor time of its second plan and its messages is not predicted.
@@ -62,14 +63,14 @@ def slots_per_pair(
 
 def spare_rows(hidden: int, *, exact: bool) -> int:
     """Largest number of rows, of two bytes a channel, that all_gather prepares on an accelerator
-    without waiting for the real number; it then sums them densely. 0 with exact sums, which need
-    the owners of the rows."""
+    without waiting for the number of used ones; it then sums them densely. 0 with exact sums, which
+    need the owners of the rows."""
     return 0 if exact else SPARE_BYTES // (2 * hidden)
 
 
 def visit_probability(experts: int, chosen: int, part: int) -> float:
-    """Probability that at least one expert of a token is among `part` of them; 0.0 without
-    experts."""
+    """Probability that at least one of a token's `chosen` experts is in a given set of `part` of
+    all `experts`; 0.0 without experts."""
     if not experts:
         return 0.0
     return 1 - comb(experts - part, chosen) / comb(experts, chosen)
@@ -92,8 +93,8 @@ def expected_distinct(
 
 
 class RowsMoved(NamedTuple):
-    """A dispatcher's rows by axis of the hop, its copied rows, and its number of exchanges without
-    rows (of counts, weights or ids)."""
+    """A dispatcher's rows by axis of the hop (without etp), its copied rows, and its number of
+    exchanges without rows (of counts, weights or ids)."""
 
     by_axis: dict[str, float]
     copied: float

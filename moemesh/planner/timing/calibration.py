@@ -24,18 +24,17 @@ class Constants:
     """The fitted numbers of the time model, which data sheets lack. All are positive.
 
     Efficiencies are shares of the data-sheet peak, `*_bytes` bytes per number (per score, or per
-    token and channel, where stated), `*_us` microseconds,
-    `*_ms` milliseconds, `*_exposed` the share of a transfer that computation does not hide. The
-    default is the prior of the value that all clusters share; the annotation is the standard
-    deviation of its logarithm.
+    token and channel, where stated), `*_us` microseconds, `*_ms` milliseconds, `*_exposed` the
+    share of a transfer that computation does not hide. The default is the prior of the value that
+    all clusters share; the annotation is the standard deviation of its logarithm.
     """
 
     #: Best share of the peak that a large matrix product reaches, by width of its numbers.
     gemm_efficiency: Annotated[Number, 0.08] = 0.78
     gemm_efficiency_8bit: Annotated[Number, 0.15] = 0.65
     gemm_efficiency_4bit: Annotated[Number, 0.25] = 0.48
-    #: Loss of products with few rows (in units of 64 rows on an A100, more on faster devices), and
-    #: with narrow sides.
+    #: Losses r and n of products with few rows and with narrow sides, in the formula of
+    #: :mod:`moemesh.planner.timing.compute`; r is that of an A100 and grows with the peak.
     gemm_row_loss: Annotated[Number, 0.5] = 0.8
     gemm_width_loss: Annotated[Number, 0.5] = 0.55
     #: Attention core: share of the 16-bit peak.
@@ -55,16 +54,16 @@ class Constants:
     #: Element-wise kernels: traffic over its ideal, share of HBM bandwidth.
     elementwise_traffic: Annotated[Number, 0.3] = 1.1
     memory_efficiency: Annotated[Number, 0.05] = 0.87
-    #: Extra bytes per token and channel: of unfused norms, of quantizing to 8 or 4 bit (and the
-    #: factor on it of block scales), of permuting rows and back.
+    #: Extra bytes per token and channel: of unfused norms, of quantizing to 8 or 4 bit (with the
+    #: factor `block_scale_traffic` if each block has a scale), of permuting rows and back.
     unfused_norm_bytes: Annotated[Number, 0.4] = 60.0
     quantize_bytes: Annotated[Number, 0.5] = 2.5
     block_scale_traffic: Annotated[Number, 0.3] = 1.5
     permute_bytes: Annotated[Number, 0.4] = 8.0
     #: Reading and writing the gradient accumulator in each microbatch.
     accumulate_bytes: Annotated[Number, 0.3] = 4.0
-    #: Links: share of the data-sheet bandwidth inside and between nodes, the power of a group's
-    #: nodes by which its bandwidth falls, latency of one collective.
+    #: Links: share of the data-sheet bandwidth inside and between nodes; exponent c, if the network
+    #: bandwidth of a group on n nodes is divided by n^c; latency of one collective.
     intra_node_efficiency: Annotated[Number, 0.2] = 0.7
     inter_node_efficiency: Annotated[Number, 0.3] = 0.75
     network_contention: Annotated[Number, 0.15] = 0.06
@@ -90,8 +89,9 @@ class Constants:
     capacity_kept: Annotated[Number, 0.06] = 0.9
     #: Launches and gaps of a layer's forward.
     layer_overhead_us: Annotated[Number, 0.6] = 80.0
-    #: Host time of an MoE block's forward (twice with 16 local experts), while the device computes;
-    #: the shares of it that remain with CUDA graphs, and with tokens dropped at capacity.
+    #: Host time of an MoE block's forward with few local experts (16 of them double it): the layer
+    #: takes the longer of this and the time of the device. Then the shares of it that remain with
+    #: CUDA graphs, and with tokens dropped at capacity.
     expert_overhead_us: Annotated[Number, 0.4] = 1000.0
     graph_overhead: Annotated[Number, 0.4] = 0.3
     capacity_overhead: Annotated[Number, 0.3] = 0.5
@@ -102,7 +102,8 @@ class Constants:
     startup_microbatches: Annotated[Number, 0.5] = 6.0
 
 
-#: Constants that are shares of a number of the cluster file: at most 1 in that file.
+#: Constant -> the number of a cluster file of which it is a share. A cluster file that sets one of
+#: these constants may set it to at most 1.
 EFFICIENCIES = {
     "gemm_efficiency": "peak_flops.bfloat16",
     "gemm_efficiency_8bit": "peak_flops.float8",
@@ -151,8 +152,8 @@ SPREADS: FloatArray = np.array([
 ])  # fmt: skip
 
 
-#: Number of stacks without a deviation that are added to the mean over an unknown cluster's
-#: relatives: stacks on one generation of devices differ more than generations do.
+#: The mean over the stacks that are relatives of an unknown cluster counts this many further stacks
+#: without any deviation: stacks on one generation of devices differ more than generations do.
 _PULL = 3.0
 
 

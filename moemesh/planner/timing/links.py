@@ -6,17 +6,19 @@
 | tensor, without | all-reduce | u h w | tp |
 | context | all-gather of keys and values | s b (h_k + h_v) w / t | cp |
 | expert exchange (no node-aware one across nodes) | all-to-all | load k u/t h w | ep |
-| expert exchange by gathers | all-gather and reduce-scatter, half of both | ep x u/t h w | ep x |
+| expert exchange by gathers | all-gather and reduce-scatter, half of both | e x u/t h w | ep_etp |
 | expert tensor | all-gather and reduce-scatter | x k u/t h w | etp |
 | gradients, weights | all-reduce, or reduce-scatter and all-gather | 4 Psi, 2 Psi | dp_cp, edp |
 | stage to stage | send | u h w, / t where cut | 2 ranks |
 
 u = s b / c tokens (b sequences of s positions), h hidden, h_k and h_v widths of keys and values, w
-bytes of a number, k experts per token, Psi weights of a rank; t, c, x are the degrees tp, cp, etp.
+bytes of a number, k experts per token, Psi weights of a rank; load: rows of the busiest rank over
+the mean; t, c, e, x are the degrees of tp, cp, ep, etp.
 
 A group is looked up by its number of ranks and by the number of them that share a node. Collectives
-without a measurement keep the closed form: α and β of the cluster, by the shape of the group. Units
-of FSDP, ZeRO inside smaller groups, parameter servers, sums of two pipes and Ulysses always do.
+without a measurement keep the closed form: α and β of the cluster, by the shape of the group. The
+closed form is used in any case for units of FSDP, ZeRO inside smaller groups, parameter servers,
+sums of two pipes and Ulysses.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def visited_nodes(
 
 
 class LinkTable:
-    """Measured collectives, interpolated in log size and extrapolated with the last slope.
+    """Measured collectives, interpolated in log size; constant below the smallest size, and above
+    the largest extrapolated with the last slope, or with 1 if that is less.
 
     NCCL's time is not affine in the size, so measurements are better than closed forms. A group
     without measurements has no entry: the caller falls back to the closed form. Several times of
@@ -156,8 +159,9 @@ class Links:
         return where(ranks * stride <= self.node_size, self.intra, minimum(self.intra, shared))
 
     def ring_latency(self, ranks: Number, stride: Number) -> Number:
-        """Seconds of the hops of a ring through a group: one for each rank, in a node or between
-        nodes. NCCL's trees do not gather or scatter."""
+        """Seconds of the hops of a ring through a group: one hop from each of several nodes to the
+        next, the others inside nodes. All gathers and scatters are rings: NCCL uses its trees,
+        which have fewer hops, only for all-reduce."""
         nodes = ranks / members_per_node(ranks, stride, self.node_size)
         return (ranks - nodes) * _NEAR_HOP + where(nodes > 1, nodes * _FAR_HOP, 0)
 

@@ -3,10 +3,16 @@
 They cover every :class:`PlannedLayout`, including those of other trainers, and count one GPU of one
 pipeline rank. Left out are counts, ids and weights of dispatches, loads, norms and reports.
 
-u = b s / c tokens of a microbatch, t tensor ranks, w bytes an element, g of a gradient, N ranks
-that hold the same weights, Psi parameters of a rank. "wire" bytes are sent by the GPU in one event
-(ring collectives, direct exchanges); "payload" is the full tensor. With parameter servers the GPU
-is one of them, which also receives (N-1)/S g Psi of gradients.
+Degrees: t, c, e, x of tp, cp, ep, etp. Tokens: u = b s / c of a microbatch, with b sequences of s
+positions; m microbatches, v stages of a rank. Widths: h hidden, V vocabulary, h_q, h_k, h_v, h_o
+queries, keys, values and results of all heads; of MLA r_q and r_kv, the compressed queries and the
+compressed keys and values, and d_r, the rotary key. k experts of a token, w bytes of an element, g
+of a gradient, N ranks that hold the same weights, Psi parameters of a rank. "1 + 1" events are one
+in the forward and one in the backward.
+
+"wire" bytes are sent by the GPU in one event (ring collectives, direct exchanges); "payload" is the
+full tensor. With parameter servers the GPU is one of them, which also receives (N-1)/S g Psi of
+gradients.
 
 | what | wire bytes of an event | events a step |
 |---|---|---|
@@ -14,10 +20,14 @@ is one of them, which also receives (N-1)/S g Psi of gradients.
 | TP + SP | all-gather or reduce-scatter (t-1)/t u h w | 4 a block and microbatch; 6 recomputed; |
 | | | 1 more if the input is re-gathered |
 | entry of MLA | the same, r_q (without it h) + r_kv + d_r wide | as TP + SP |
-| exit all_to_all | (t-1)/t^2 u a d w | 1 + 1 an attention and microbatch |
-| CP ring | (c-1)/c 2 s b h_kv w / t, backward with w and with max(w, 4) | a layer, microbatch |
-| CP all_gather | the same gathered forward and backward, dK and dV scattered | the same |
-| CP all_to_all | (c-1)/c u (q + r (k + v)), (c-1)/c u out, w / t; r copies of keys | 1 + 1 |
+| exit all_to_all | (t-1)/t^2 u h_o w | 1 + 1 an attention and microbatch |
+| CP ring: keys, values | 1/c s b (h_k + h_v) w / t | (c-1) + (c-1) a layer and microbatch |
+| CP ring: gradients | 1/c s b (h_k + h_v) max(w, 4) / t | c-1 a layer and microbatch |
+| CP all_gather | (c-1)/c s b (h_k + h_v) w / t gathered, | 1 + 1 a layer and microbatch, |
+| | as much of dK and dV scattered | 1 |
+| CP all_to_all: heads | (c-1)/c u (h_q + r (h_k + h_v)) w / t, | 1 + 1 a layer and microbatch |
+| | r ranks on average receive a key/value head | |
+| CP all_to_all: results | (c-1)/c u h_o w / t | 1 + 1 a layer and microbatch |
 | PP | u h w, / t with SP | 2 v m from an inner rank |
 | EP | (e-1)/e k (u/t) h w; fp8 dispatch 1 + 4/128 bytes | 4 an MoE layer and microbatch, 6 rec. |
 | ETP | (x-1) k (u/t) h w | as EP |
@@ -25,7 +35,7 @@ is one of them, which also receives (N-1)/S g Psi of gradients.
 | ZeRO 1, 2 | (N-1)/N g Psi scattered, (N-1)/N w Psi gathered | 1 (ZeRO 2 scatters m times) |
 | server, S of them | (1 - 1/S) g Psi pushed, (N-1)/S w Psi pulled from it | 1 |
 | ZeRO 3 | 2 times (N-1)/N w Psi gathered, (N-1)/N g Psi scattered | m; kept: 1 gather a step |
-| norms and routers under SP | all-reduce 2 (t-1)/t g | 1 |
+| norms and routers under SP | all-reduce 2 (t-1)/t g for each of their weights | 1 |
 | tied embedding | all-reduce g V h / t between first and last stage | 1 |
 
 Sources: arXiv:1909.08053, 2205.05198 (TP, SP), 2310.01889 (ring), 2309.14509 (Ulysses), 1910.02054
@@ -154,8 +164,9 @@ class _Volumes:
         back: float | None = None,
         members: int = 0,
     ) -> None:
-        """Enter the collective `forward` with `size` bytes, also for the recomputation of its
-        caller, and the collective `backward` with `back` bytes (None: `size`); "" is none.
+        """Enter the collective `forward` with `size` bytes, once more if recomputation repeats its
+        caller, and the collective `backward` with `back` bytes (None: `size`). An empty name
+        enters nothing.
         """
         for phase in ("forward", "recompute") if caller in self.repeated else ("forward",):
             if forward:
@@ -202,8 +213,8 @@ class _Volumes:
     def _context(self) -> None:
         """Exchanges of attention over cp."""
         layout, shape, c = self.layout, self.shape, self.layout.cp
-        # Bytes of a channel of all heads on one tp rank, then of all keys and values of a
-        # microbatch.
+        # On one tp rank: `width` has the mean bytes of one channel of a token, `whole` the bytes of
+        # all keys and values of a microbatch.
         width = layout.element_bytes / layout.tp
         keys = shape.kv_width + shape.value_width
         whole = layout.microbatch * layout.seq_len * keys * width
@@ -249,7 +260,7 @@ class _Volumes:
         arriving = 0.0
         for hop in DISPATCHERS[name].hops:
             arriving = table[name].by_axis.get(hop.axis, arriving)
-            # Lanes of an ep index gather each other's rows.
+            # The etp ranks with one ep index gather each other's rows.
             rows = arriving * layout.etp if hop.is_gathered else arriving
             width = plain if hop.axis == "etp" else coded
             view, dims = AXES[hop.axis]

@@ -216,7 +216,8 @@ def written_text(source: Path, out: Path, kind: Written) -> str:
     dtypes = Counter(dtype for dtype, _ in written)
     # An adapter has the tokenizer of its base.
     tokenizer = config_of(out, []).data.tokenizer if kind == "adapter" else str(out)
-    # A source without a configuration is a checkpoint, RUN/checkpoints/step-N.
+    # A source without config.toml is a checkpoint, RUN/checkpoints/step-N, or a folder of
+    # transformers, where this path has no meaning.
     run = source if (source / RUN_CONFIG).exists() else source.resolve().parent.parent
     name = shlex.quote(str(out))
     generate = f"moemesh generate {name} --prompt TEXT{' --chat' * answers_chats(run, tokenizer)}"
