@@ -322,7 +322,7 @@ def _conversation(messages: Any, fields: Mapping[str, Any], where: Where) -> Rec
     record: Record = {MESSAGES: messages}
     for key in (TOOLS, TEMPLATE_VALUES):
         if (value := fields.get(key)) is not None and value != "":
-            # Nulls of a list may come from a table, where they stand for missing keys. Nulls of a
+            # Nulls of a list may come from a table, where they mark missing keys. Nulls of a
             # JSON text are values.
             is_text = isinstance(value, str)
             record[key] = _json(value, key, where) if is_text else without_nulls(value)

@@ -84,7 +84,7 @@ class ReadConfiguration(Mapping[str, Any]):
 
 def first(config: Config, size: str, default: int | None = None) -> int:
     """The value of a size, from the first of its published names that `config` has. Raises KeyError
-    with all names if it has none and there is no `default`."""
+    with all names if it has none and no `default` is given."""
     return whole(config, *names(size), default=default)
 
 

@@ -164,7 +164,7 @@ class _Volumes:
         back: float | None = None,
         members: int = 0,
     ) -> None:
-        """Enter the collective `forward` with `size` bytes, once more if recomputation repeats its
+        """Enter the collective `forward` with `size` bytes, twice if recomputation repeats its
         caller, and the collective `backward` with `back` bytes (None: `size`). An empty name
         enters nothing.
         """
