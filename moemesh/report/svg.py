@@ -1,8 +1,8 @@
 """Shared parts of all pictures: colours, numbers, ticks, and the accessible frame of a figure.
 
 A figure is a self-contained SVG text with a title and a description, the same bytes for the same
-data. `INK`, `MUTED` and `PALETTE` have a contrast of at least 4.5:1 on white, as WCAG 2 AA requires of
-text (of graphics it requires 3:1). A page in the dark scheme replaces them by the colours of
+data. `INK`, `MUTED` and `PALETTE` have a contrast of at least 4.5:1 on white, as WCAG 2 AA requires
+of text (of graphics it requires 3:1). A page in the dark scheme replaces them by the colours of
 `DARK`.
 """
 
