@@ -84,8 +84,8 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
         return
     from moemesh.report import timeline_text
     from moemesh.report.timeline_picture import timeline_rows, to_perfetto
-    from moemesh.schedule import text
     from moemesh.schedule.answer import answer, saved
+    from moemesh.schedule.text import content_of
     from moemesh.trace.pipeline import activations
 
     with progress(f"schedule {request.name}", quiet=as_json):
@@ -98,8 +98,7 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
     if trace is not None:
         texts.append((trace, strict_json(to_perfetto(timeline, held=result.held)) + "\n"))
     if save is not None:
-        written = text.to_csv if save.suffix == ".csv" else text.to_text
-        texts.append((save, written(result.schedule)))
+        texts.append((save, content_of(result.schedule, save)))
     write_texts(texts)
     if as_json:
         typer.echo(strict_json(result.to_json()))

@@ -15,8 +15,9 @@ def write_texts(contents: Sequence[tuple[Path, str]], *, replaces: bool = False)
     is a file of another kind, which the user has written."""
     paths = [path.resolve() for path, _ in contents]
     for path, content in contents:
-        if paths.count(path.resolve()) > 1 and (path.is_file() or not path.exists()):
-            raise UserError(f"{path} cannot be written: it is named for {len(paths)} outputs")
+        count = paths.count(path.resolve())
+        if count > 1 and (path.is_file() or not path.exists()):
+            raise UserError(f"{path} cannot be written: it is named for {count} outputs")
         check_target(path, "" if replaces else kind_of(content))
     for path, content in contents:
         try:

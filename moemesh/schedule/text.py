@@ -56,13 +56,18 @@ def load(path: str | Path) -> Schedule:
         raise UserError(f"{path}: {error}") from error
 
 
+def content_of(schedule: Schedule, path: Path) -> str:
+    """The content of a file of `schedule`: a table when `path` ends in .csv, text otherwise; both
+    can be edited and given to the command."""
+    return to_csv(schedule) if path.suffix == ".csv" else to_text(schedule)
+
+
 def save(schedule: Schedule, path: str | Path) -> None:
-    """Write `schedule` as a table when `path` ends in .csv, as text otherwise; both can be edited
-    and given to the command. Raises UserError when the file cannot be written."""
+    """Write `schedule` to `path`, see :func:`content_of`. Raises UserError when the file cannot be
+    written."""
     path = Path(path)
-    content = to_csv(schedule) if path.suffix == ".csv" else to_text(schedule)
     try:
-        path.write_text(content, encoding="utf-8")
+        path.write_text(content_of(schedule, path), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -190,6 +190,9 @@ class TestCommandLine:
             code, out, err = invoke(*words, option, path)
             assert (code, out) == (2, "") and reason in err
             assert not list(tmp_path.iterdir())
+        # Of three outputs two have one path.
+        other = str(tmp_path / "b.txt")
+        assert "for 2 outputs" in invoke(*words, "--trace", same, "--save", other)[2]
 
     def test_picture(self, invoke: Invoke) -> None:
         words = ("schedule", "1f1b", "--ranks", "2", "--microbatches", "2")

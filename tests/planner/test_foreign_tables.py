@@ -476,6 +476,7 @@ def test_a_layout_in_words_does_not_contradict_its_columns(tmp_path):
     [
         ({"Number of parameters (billion)": "18.4"}, ""),
         ({"Model": "GPT 18.4B"}, ""),
+        ({"Model": "GPT 0.0184T"}, ""),
         ({"Number of parameters (billion)": "7"}, "has 18.4 billion parameters"),
         ({}, "the row prints none"),
     ],

@@ -104,9 +104,9 @@ def sized_gpt(row: Mapping[str, str]) -> ModelShape | None:
     ):
         return None
     shape = gpt(layers, hidden, heads)
-    printed = decimal_in(row, "params_b") or float(
-        (re.findall(r"([\d.]+) ?b", arch, re.I) or [0])[0]
-    )
+    printed = decimal_in(row, "params_b")
+    if not printed and (size := re.search(r"([\d.]+) ?([bt])", arch, re.I)):
+        printed = float(size[1]) * (1000 if size[2] in "tT" else 1)
     counted = count_parameters(shape).total / 1e9
     if abs(printed / counted - 1) > _ROUNDED_SIZE:
         sizes = f"layers {layers}, hidden {hidden}, heads {heads}"
