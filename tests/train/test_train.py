@@ -222,7 +222,12 @@ def test_a_run_that_was_killed_before_it_saved_begins_again_and_keeps_its_rows(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "run"
-    killed(out, (out / "metrics.jsonl").exists, train__steps=5000)
+
+    def has_rows() -> bool:
+        files = [out / "metrics.jsonl", out / "loads.jsonl"]
+        return all(file.exists() and file.stat().st_size for file in files)
+
+    killed(out, has_rows, train__steps=5000)
     rows = (out / "metrics.jsonl").read_bytes()
     short = [*arguments(out, train__steps=2), "--allow-change", "train.steps"]
     assert "kept in metrics-1.jsonl and loads-1.jsonl" in said(*short)
