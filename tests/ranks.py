@@ -287,7 +287,7 @@ def _stack(process: BaseProcess, rank: int, stacks: Path) -> str:
     if process.pid is None or not file.exists():
         return "its start"
     os.kill(process.pid, signal.SIGUSR1)
-    end = time.monotonic() + 2
+    end = time.monotonic() + 10
     while time.monotonic() < end and not file.read_text():
         time.sleep(0.02)
     return file.read_text()

@@ -72,7 +72,7 @@ def test_read_a_run(tiny: Path) -> None:
         assert re.search(rf"^rank [01] sends +\d+\.\d+ MiB a step over {axis} ", printed, re.M)
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
 TRAIN_SLOWLY_WRITTEN = """

@@ -31,9 +31,11 @@ REASON = hosts.why_not()
 emulated = pytest.mark.skipif(REASON is not None, reason=f"cannot emulate hosts: {REASON}")
 
 
-def namespaces() -> set[str]:
+def namespaces(pid: int) -> set[str]:
+    """Hosts of one process: other workers emulate theirs beside them."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    return {line.split()[0] for line in listed.stdout.splitlines() if line.startswith("moemesh-")}
+    names = {line.split()[0] for line in listed.stdout.splitlines()}
+    return {name for name in names if name.startswith(f"moemesh-{pid}-")}
 
 
 def test_rates_are_bits_per_second() -> None:
@@ -49,17 +51,16 @@ def test_two_hosts_send_the_bytes_of_the_formula_and_hierarchical_wins() -> None
     """1 MiB a rank and direction, flat, at 100 Mbit: far above the noise of a busy machine."""
     options = "--hosts 2 --link 100mbit --ranks 4 --tokens 512 --hidden 512 --dtype bfloat16"
     names = "all_to_all,hierarchical"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.dispatch", "--json", "--rounds", "3"),
-            *("--dispatcher", names, *options.split()),
-        ],
-        capture_output=True,
+    command = [sys.executable, "-m", "benchmarks.dispatch", "--json", "--rounds", "3"]
+    process = subprocess.Popen(
+        [*command, "--dispatcher", names, *options.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=PATIENCE,
     )
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads(done.stdout)["workloads"]
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    (result,) = json.loads(out)["workloads"]
     flat, node_aware = result["dispatchers"]
     for entry in (flat, node_aware):
         assert entry["bytes_as_expected"] and entry["dropped"] == 0
@@ -72,20 +73,19 @@ def test_two_hosts_send_the_bytes_of_the_formula_and_hierarchical_wins() -> None
     assert node_aware["link_bytes"] < 0.3 * flat["link_bytes"]
     # At the stated rate: 2 MiB a host take 0.168 s there and back.
     assert flat["seconds"]["p50"] > 0.9 * 2 * 512 * 4 * 1024 / 2 / (1e8 / 8)
-    assert not namespaces() & {f"moemesh-{os.getpid()}-host0"}
+    assert not namespaces(process.pid)
 
 
 @emulated
 def test_a_rank_that_fails_is_named_and_everything_is_removed() -> None:
-    before = namespaces()
     script = (
         "import os, sys, time; os.environ['RANK'] == '3' and sys.exit('no more'); time.sleep(1000)"
     )
     failed = pytest.raises(HostsError, match=r"rank 3 failed with exit code 1:\nno more")
     with failed, hosts.hosts(2, "1gbit") as names:
-        assert namespaces() - before > set(names)
+        assert namespaces(os.getpid()) > set(names)
         run_ranks(names, ranks_per_host=2, command=[sys.executable, "-c", script], timeout=1000)
-    assert namespaces() == before
+    assert not namespaces(os.getpid())
 
 
 @emulated

@@ -81,7 +81,7 @@ def test_depth_and_size_are_limited(tmp_path: Path) -> None:
         parse_json(deep)
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_toml(f"a = {deep}")
-    begin = time.monotonic()
+    begin = time.process_time()
     for text in (
         ".".join("a" * 50_000) + " = 1",
         f"[{'.'.join('a' * 50_000)}]",
@@ -90,7 +90,7 @@ def test_depth_and_size_are_limited(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match="more than 100 parts"):
             parse_toml(f"# first\n{text}\n")
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
     assert parse_toml("a = [" + "0.5, " * 500 + "]")["a"] == [0.5] * 500
     (tmp_path / "lease").write_text(deep)
     assert read_claim(tmp_path) is None

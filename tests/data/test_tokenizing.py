@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from moemesh.data.sources import open_samples
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.data.tokenizing import TokenizeJob, TokenPart, TokenSettings, output_prefix
 from tests.data.texts import byte_level_tokenizer, lines, opened
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, until
 
 TALK = [{"role": "user", "content": "Grüße?"}, {"role": "assistant", "content": "Hallo!"}]
 
@@ -306,9 +305,8 @@ def test_a_killed_run_goes_on(text: Path, tmp_path: Path, tokenizer: str) -> Non
         break
     assert kills > 2
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    time.sleep(1.0)
-    left = subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True, check=False)
-    assert not left.stdout
+    ours = ["pgrep", "-f", str(tmp_path / "out")]
+    until(lambda: not subprocess.run(ours, capture_output=True, check=False).stdout)
 
 
 # The cache of tokens that a run makes of its text: written once, whole, and for one text.
@@ -419,11 +417,10 @@ def test_whoever_comes_second_waits(tmp_path: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         thread = threading.Thread(target=open_again)
         thread.start()
-        thread.join(0.5)
-        assert thread.is_alive() and any(
-            "another process is tokenizing them" in text for text in said
-        )
-    thread.join(30)
+        until(lambda: any("another process is tokenizing them" in text for text in said))
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 

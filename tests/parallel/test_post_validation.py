@@ -271,8 +271,8 @@ def _seconds(mesh: Mesh, num_steps: int, seconds: float) -> dict[str, float]:
 def test_the_drain_of_each_step_is_saved() -> None:
     """ZB-H2 with F = I = W = 1, p = 4, m = 7: a rank is busy for 21 in every step and starts one
     after the one before it; with a barrier a step takes 24, without one 21 (the last: 24)."""
-    for _ in range(2):
-        seconds = mesh_on_ranks(Layout(pp=4), _seconds, 4, 0.05)[0]
+    for unit in (0.05, 0.1, 0.2):  # ranks wake up late on a busy machine, by less than a unit
+        seconds = mesh_on_ranks(Layout(pp=4), _seconds, 4, unit)[0]
         if abs(seconds["before"] / 24 - 1) <= 0.1 and seconds["after"] <= seconds["before"] - 1.5:
             return
     raise AssertionError(seconds)

@@ -27,7 +27,7 @@ from moemesh.monitor import rendezvous, supervisor
 from moemesh.monitor.detector import GONE, Kind, Limits, RankStatus, ReportedError, Verdict
 from moemesh.monitor.failures import cause_of
 from moemesh.monitor.lease import read_start
-from moemesh.monitor.progress import ProgressFile, ProgressRecord
+from moemesh.monitor.progress import ProgressFile
 from moemesh.monitor.rendezvous import (
     WORDS,
     Node,
@@ -137,7 +137,7 @@ def test_a_run_whose_folder_is_taken_over_writes_nothing_more(tmp_path: Path, ra
     rows = len(metrics(out))
     until(lambda: len(metrics(out)) > rows + 5)
     second.send_signal(signal.SIGTERM)
-    assert second.wait(60) == 143, second.communicate()
+    assert second.wait(PATIENCE) == 143, second.communicate()
     steps = [row["step"] for row in metrics(out)]
     assert steps == list(range(1, len(steps) + 1))
     assert sum(one["kind"] == "resumed" for one in rows_of(events)) == 1
@@ -169,7 +169,8 @@ def test_ctrl_c_before_training_leaves_at_once(tmp_path: Path) -> None:
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and time.monotonic() - begun < 5
+    assert process.returncode == 130
+    assert time.monotonic() - begun < 60, "ranks that save are waited for 120 s"
     assert err.endswith("moemesh: stopped by SIGINT before training began\n"), err
     assert not (out / "metrics.jsonl").exists() and not (out / "failure.json").exists()
 
@@ -407,11 +408,11 @@ def watch(node: Node, run: Path, *what: str, patience: float = 100.0) -> list[in
         for rank, one in zip(node.ranks, what, strict=True)
     ]
     records = ProgressFile(folder / WORDS, node.world_size, exists=True)
-    read: list[ProgressRecord | None] = [None]
-    while None in read:
-        read = [records.read(rank) for rank in node.ranks]
-        time.sleep(0.01)
+    until(lambda: None not in [records.read(rank) for rank in node.ranks])
     (folder / "go").touch()
+    for rank, one in zip(node.ranks, what, strict=True):
+        if one == "wait":  # else the patience with it could be over before it has entered
+            until(lambda rank=rank: (found := records.read(rank)) is not None and found.inside)
     limits = Limits(patience=patience, floor=patience)
     command = ["moemesh", "train", "x.toml"]
     spec = WatcherSpec(node=node, folder=str(folder), path=str(run), limits=limits, command=command)
