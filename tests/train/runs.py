@@ -122,7 +122,8 @@ def killed(out: Path, is_so: Callable[[], object], **keys: Any) -> None:
     process.kill()
     process.wait()
     for number in processes_of(out):
-        os.kill(number, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended with its launcher
+            os.kill(number, signal.SIGKILL)
     process.communicate()  # until no process has its streams
 
 

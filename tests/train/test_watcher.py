@@ -620,7 +620,7 @@ def test_states_are_asked_of_ranks_that_do_not_move(node: Node) -> None:
     assert [one.state for one in looks.poll()] == [""] and looks.pause > supervisor.POLL_SECONDS
     assert [one.state for one in looks.poll()] == ["T"] and looks.pause == supervisor.POLL_SECONDS
     child.kill()
-    guests.wait(5)
+    guests.wait(PATIENCE)
     assert [(one.exit_code, one.state) for one in looks.poll()] == [(-9, "")]
     assert looks.pause == supervisor.POLL_SECONDS
     child.wait()
