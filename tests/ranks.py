@@ -43,6 +43,7 @@ import torch.distributed as dist
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
+from tests.waiting import PATIENCE
 
 #: The fork server of all tests; a child of it starts in milliseconds.
 context = multiprocessing.get_context("forkserver")
@@ -63,7 +64,7 @@ def run_on_ranks(
     num_ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 120,
+    timeout: float = PATIENCE,
     fresh: bool = False,
 ) -> list[Any]:
     """``[function(rank, *args) for rank in range(num_ranks)]``, one process a rank.
@@ -101,7 +102,7 @@ def mesh_on_ranks(
     layout: Layout,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 120,
+    timeout: float = PATIENCE,
     fresh: bool = False,
 ) -> list[Any]:
     """``function(mesh, *args)`` on every rank of `layout`, with a ready `Mesh`; else as above."""
@@ -220,7 +221,7 @@ def _take(num_ranks: int) -> list[_Rank]:
     return ranks + [_Rank() for _ in range(num_ranks - len(ranks))]
 
 
-def _release(ranks: list[_Rank], seconds: float = 10) -> list[_Rank]:
+def _release(ranks: list[_Rank], seconds: float = 60) -> list[_Rank]:
     """Let `ranks` leave the process group of a call that succeeded; those that are as before."""
     for rank in ranks:
         rank.connection.send_bytes(b"leave")

@@ -217,7 +217,7 @@ def test_a_proof_that_fails_on_one_rank_fails_on_all() -> None:
         ),
     }
     args = architecture_of("qwen3_moe"), list(words)
-    first, second = mesh_on_ranks(Plan(dp=2, ep=2).layout, proofs_with_a_fault, *args, timeout=60)
+    first, second = mesh_on_ranks(Plan(dp=2, ep=2).layout, proofs_with_a_fault, *args)
     assert first == second
     for pattern, message in zip(words.values(), first, strict=True):
         assert re.search(pattern, message), message

@@ -82,7 +82,7 @@ def test_the_trainer_clips_by_the_norm_of_all_experts(tmp_path: Any) -> None:
     for holder, name in holders(one):
         setattr(holder, name, MoELayer.from_transformers(getattr(holder, name)))
     expected = one.state_dict()
-    results = run_on_ranks(RANKS, on_ranks, str(tmp_path), timeout=300)
+    results = run_on_ranks(RANKS, on_ranks, str(tmp_path))
     for state, own_norms in results:
         assert own_norms == pytest.approx(norms, rel=1e-6)  # logged in float32
         assert state.keys() == expected.keys()
@@ -138,7 +138,7 @@ def saved_and_resumed(rank: int, name: str, folder: str) -> Any:
 @pytest.mark.representative("qwen3_moe")
 @pytest.mark.parametrize("name", ["layers", "qwen3_moe", "gpt_oss"])
 def test_checkpoints_of_the_trainer_hold_all_experts(name: str, tmp_path: Path) -> None:
-    results = run_on_ranks(RANKS, saved_and_resumed, name, str(tmp_path), timeout=300)
+    results = run_on_ranks(RANKS, saved_and_resumed, name, str(tmp_path))
     whole = spread_model(name, is_whole=True)
     for half_way, at_end, resumed, best in results:
         for step, state in ((1, half_way), (2, at_end)):

@@ -115,7 +115,7 @@ def test_turns_change_no_bit_and_no_byte() -> None:
 
 @pytest.mark.slow
 def test_turns_change_nothing_with_other_dispatchers_and_axes() -> None:
-    for rank, found in enumerate(run_on_ranks(4, compare, MORE_CASES, timeout=300)):
+    for rank, found in enumerate(run_on_ranks(4, compare, MORE_CASES)):
         assert found == [], f"rank {rank}"
 
 
@@ -123,7 +123,7 @@ def test_turns_change_nothing_with_other_dispatchers_and_axes() -> None:
 @pytest.mark.parametrize("schedule", ["dualpipe", "dualpipe_v"])
 def test_turns_change_nothing_on_eight_ranks(schedule: str) -> None:
     plan = {"pp": 4, "dp": 2, "ep": 2, "schedule": schedule, "microbatches": 10}
-    for found in run_on_ranks(8, compare, [Case(plan, "eight")], timeout=300):
+    for found in run_on_ranks(8, compare, [Case(plan, "eight")]):
         assert found == []
 
 

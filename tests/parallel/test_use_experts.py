@@ -88,7 +88,7 @@ def test_ranks_of_ddp_train_as_one_device(name: str, tmp_path: Path) -> None:
     loss = backward(one, _IDS, times=2)
     norm = nn.utils.clip_grad_norm_(one.parameters(), 1e9).item()
     expected = gradients(one)
-    results = run_on_ranks(RANKS, on_ranks, name, str(tmp_path / "saved"), timeout=300)
+    results = run_on_ranks(RANKS, on_ranks, name, str(tmp_path / "saved"))
     assert sum(result[0] for result in results) / RANKS == pytest.approx(loss, abs=MOST)
     for rank, (_, norm_of_all, found, spread, state) in enumerate(results):
         assert norm_of_all == pytest.approx(norm, abs=1e-8)
@@ -164,7 +164,7 @@ def test_replicas_of_experts_train_as_one_device() -> None:
     backward(one, _IDS, times=2)
     norm = nn.utils.clip_grad_norm_(one.parameters(), 1e9).item()
     optimizer.step()
-    for norm_of_all, state in run_on_ranks(4, with_replicas, timeout=300):
+    for norm_of_all, state in run_on_ranks(4, with_replicas):
         assert norm_of_all == pytest.approx(norm, abs=MOST)
         assert_all_near(state, one.state_dict())
 
@@ -182,7 +182,7 @@ def compiled(rank: int) -> float:
 
 @pytest.mark.slow
 def test_a_compiled_model_computes_its_experts_between_graphs() -> None:
-    assert max(run_on_ranks(RANKS, compiled, timeout=300)) < MOST
+    assert max(run_on_ranks(RANKS, compiled)) < MOST
 
 
 def in_a_wrong_order(rank: int) -> None:
@@ -234,7 +234,7 @@ def whole_models(rank: int) -> None:
 
 
 def test_models_are_copied_and_what_would_lose_experts_is_refused() -> None:
-    run_on_ranks(RANKS, whole_models, timeout=300)
+    run_on_ranks(RANKS, whole_models)
 
 
 def under_a_larger_ddp(rank: int) -> None:
@@ -284,7 +284,7 @@ def in_checkpoints_of_torch(rank: int, folder: str, flat: bool, begun: bool) -> 
 def test_checkpoints_of_torch_have_the_moments_of_all_experts(flat: bool, tmp_path: Path) -> None:
     """Written by two ranks, read by two, and by one that has all experts."""
     one, steps = optimized(model_of("qwen3_moe"))
-    run_on_ranks(RANKS, in_checkpoints_of_torch, str(tmp_path), flat, False, timeout=300)
+    run_on_ranks(RANKS, in_checkpoints_of_torch, str(tmp_path), flat, False)
     backward(one, _IDS)
     steps.step()
     states = states_of(*optimized(model_of("qwen3_moe")), flat=flat)
@@ -299,7 +299,7 @@ def test_checkpoints_of_torch_have_the_moments_of_all_experts(flat: bool, tmp_pa
     backward(one, _IDS)
     steps.step()
     words = (in_checkpoints_of_torch, str(tmp_path), flat, True)
-    for state in run_on_ranks(RANKS, *words, timeout=300):
+    for state in run_on_ranks(RANKS, *words):
         assert_all_near(state, one.state_dict())
 
 
@@ -326,13 +326,13 @@ def test_experts_have_a_group_of_their_own_beside_dtensors() -> None:
     one = model_of("qwen3_moe")
     backward(one, _IDS)
     torch.optim.SGD(one.parameters(), 0.1).step()
-    for state in run_on_ranks(RANKS, by_kernels_of_several_tensors, timeout=300):
+    for state in run_on_ranks(RANKS, by_kernels_of_several_tensors):
         assert_all_near(state, one.state_dict())
 
 
 def test_other_programs_are_refused() -> None:
-    run_on_ranks(RANKS, in_a_wrong_order, timeout=300)
-    run_on_ranks(4, under_a_larger_ddp, timeout=300)
+    run_on_ranks(RANKS, in_a_wrong_order)
+    run_on_ranks(4, under_a_larger_ddp)
 
 
 def refused(rank: int) -> None:
