@@ -89,17 +89,18 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
 
 def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
     """The answer as text: axes, then one row per rank (at most :data:`MOST_ROWS`)."""
+    from moemesh.planner.holdings import MOST_LISTED
+
     shown = ranks or range(min(held.world_size, MOST_ROWS))
     nodes = f" on {held.num_nodes} nodes of {held.ranks_per_node}" if held.num_nodes > 1 else ""
     rows: list[tuple[str, ...]] = []
     texts = ["ranks of each group"]
     for axis in held.axes:
-        groups = [spans(group) for group in axis.groups[:MOST_GROUPS]]
-        groups += [f"... {more} more"] if (more := len(axis.groups) - MOST_GROUPS) > 0 else []
+        groups = [spans(group) for group in axis.groups(MOST_GROUPS)]
+        groups += [f"... {more} more"] if (more := axis.count - MOST_GROUPS) > 0 else []
         where = "one node" if axis.nodes == 1 else f"{axis.nodes} nodes"
-        size = len(axis.groups[0])
-        rows.append((axis.axis, str(size), str(len(axis.groups)), where))
-        texts.append(" | ".join(groups) if size > 1 else "each rank by itself")
+        rows.append((axis.axis, str(axis.size), str(axis.count), where))
+        texts.append(" | ".join(groups) if axis.size > 1 else "each rank by itself")
     axes = table(("axis", "size", "groups", "a group is on"), rows, wraps=False)
     lines = [f"{held.world_size} ranks{nodes}", "", with_texts(axes, texts), ""]
     if held.model is None:
@@ -140,7 +141,8 @@ def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
             lines.append(f"every rank: {', '.join(whole)}")
     if not ranks and len(shown) < held.world_size:
         left = held.world_size - len(shown)
-        lines.append(f"... {left} more: --rank NUMBER shows one, --json all of them")
+        every = ", --json all of them" * (held.world_size <= MOST_LISTED)
+        lines.append(f"... {left} more: --rank NUMBER shows one{every}")
     if held.model is not None:
         lines += [
             "",

@@ -98,8 +98,8 @@ class MeshDegrees:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Layout(MeshDegrees, Shown):
-    """The degrees of the two meshes. Raises ValueError when they do not cover the same ranks.
-    ``ranks_per_node = 0`` means that all ranks share one node."""
+    """The degrees of the two meshes. Raises ValueError for a degree below 1, and when the meshes do
+    not cover the same ranks. ``ranks_per_node = 0`` means that all ranks share one node."""
 
     pp: int = 1
     dp: int = 1
@@ -112,6 +112,9 @@ class Layout(MeshDegrees, Shown):
     shard_group: int = 0
 
     def __post_init__(self) -> None:
+        for name, number in vars(self).items():
+            if number < (least := int(name not in ("ranks_per_node", "shard_group"))):
+                raise ValueError(f"{name} must be at least {least}, not {number}")
         if self.stage_ranks % (self.ep * self.etp):
             raise ValueError(
                 f"ep*etp ({self.ep}*{self.etp}) must divide "

@@ -165,7 +165,8 @@ class Plan(MeshDegrees, Section):
 
     @property
     def layout(self) -> Layout:
-        """The two meshes. Raises ValueError if ep*etp does not divide dp*cp*tp."""
+        """The two meshes. Raises ValueError for a degree below 1, and if ep*etp does not divide
+        dp*cp*tp."""
         return Layout(
             **{name: getattr(self, name) for name in DEGREES},
             ranks_per_node=self.ranks_per_node or 0,

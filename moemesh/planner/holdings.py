@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from math import gcd, prod
+from typing import Any, cast
 
 from moemesh.config.data import DataConfig
-from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.errors import ConfigError, Problem, UserError
+from moemesh.config.layout import AXES as LAYOUT_AXES
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -25,14 +27,27 @@ from moemesh.sharding.parameters import ParameterTensor
 
 #: Axes of the two meshes, outermost first, without duplicates.
 AXES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
+#: Largest number of ranks with all groups in one JSON: about 70 MB.
+MOST_LISTED = 2**18
 
 
-class AxisGroups(NamedTuple):
-    """All groups of an axis, each of ascending ranks, and the most nodes that a group spans."""
+@dataclass(frozen=True)
+class AxisGroups:
+    """The `count` groups of an axis: `size` ranks each, `distance` apart. `nodes` is the most nodes
+    that a group spans."""
 
     axis: str
-    groups: tuple[tuple[int, ...], ...]
+    count: int
+    size: int
+    distance: int
     nodes: int
+
+    def groups(self, most: int | None = None) -> list[range]:
+        """The first `most` groups, ordered by their first rank; None: all of them."""
+        count, distance = self.count if most is None else min(self.count, most), self.distance
+        blocks = (divmod(index, distance) for index in range(count))
+        firsts = (block * distance * self.size + inside for block, inside in blocks)
+        return [range(first, first + distance * self.size, distance) for first in firsts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +85,14 @@ class Holdings:
     def __init__(
         self, plan: Plan, model: ModelConfig | None, *, seq_len: int, global_batch: int
     ) -> None:
-        """Raises ConfigError for a model or a schedule that the plan cannot run."""
+        """Raises ConfigError for an illegal plan, and for a model or a schedule that it cannot
+        run."""
+        if problems := plan.check(model, seq_len=None if model is None else seq_len):
+            raise ConfigError(problems)
         self.plan, self.model, self.layout = plan, model, plan.layout
         self.seq_len, self.global_batch = seq_len, global_batch
         self._placement = None
         if model is not None:
-            if problems := plan.check(model, seq_len=seq_len):
-                raise ConfigError(problems)
             try:
                 self._placement = StagePlacement(model, plan, seq_len)
             except ValueError as error:
@@ -141,9 +157,17 @@ class Holdings:
         """The groups of every axis of both meshes."""
         axes: list[AxisGroups] = []
         for name in AXES:
-            groups = self.layout.groups(name)
-            nodes = max(len({self.node_of(rank) for rank in group}) for group in groups)
-            axes.append(AxisGroups(name, groups, nodes))
+            view = self.layout.dimensions(LAYOUT_AXES[name][0])
+            inner = list(view)[list(view).index(name) + 1 :]
+            size, distance = view[name], prod(view[axis] for axis in inner)
+            nodes = size
+            if distance < (node := self.ranks_per_node):
+                # Groups begin `distance` ranks in a row, in blocks of `size * distance` ranks: the
+                # offset in its node of the last rank that begins one.
+                repeat = gcd(size * distance, node)
+                last = node - 1 - max(repeat - distance, 0)
+                nodes = (last + (size - 1) * distance) // node + 1
+            axes.append(AxisGroups(name, self.world_size // size, size, distance, nodes))
         return tuple(axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -194,7 +218,13 @@ class Holdings:
         )
 
     def to_json(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
-        """The holdings as plain values; `ranks` None: all of them."""
+        """The holdings as plain values; `ranks` None: all of them. Raises UserError for more than
+        :data:`MOST_LISTED` ranks."""
+        if self.world_size > MOST_LISTED:
+            raise UserError(
+                f"the groups of {self.world_size} ranks are too many to list (at most "
+                f"{MOST_LISTED}): the text has the first ones"
+            )
         chosen = range(self.world_size) if ranks is None else ranks
         if self.model is None:
             rows = [{"rank": r, "node": self.node_of(r), "at": self.coordinates(r)} for r in chosen]
@@ -207,7 +237,7 @@ class Holdings:
             "ranks_per_node": self.ranks_per_node,
             "seq_len": self.seq_len,
             "global_batch": self.global_batch,
-            "groups": {axis.axis: axis.groups for axis in self.axes},
+            "groups": {axis.axis: list(map(list, axis.groups())) for axis in self.axes},
             "nodes_of_a_group": {axis.axis: axis.nodes for axis in self.axes},
             "ranks": rows,
         }

@@ -58,9 +58,12 @@ def from_plan(
     """The layout of `moemesh train` with `plan`: gradients in fp32 at least, flash attention, a
     loss in chunks.
 
-    With `model`, stages are cut as in a run. Raises ValueError for an impossible cut, and for a
-    schedule from a file or a search: closed forms exist for named schedules only.
+    With `model`, stages are cut as in a run. Raises ValueError for numbers out of range, for an
+    impossible cut, and for a schedule from a file or a search: closed forms exist for named
+    schedules only.
     """
+    if problems := plan.range_problems():
+        raise ConfigError(problems)
     if plan.schedule not in SCHEDULES:
         raise UserError(
             f"schedule = {plan.schedule} has no formulas to be priced by: give the name of a "

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from itertools import product
+from math import prod
 from pathlib import Path
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import Plan
+from moemesh.config.plan import DEGREES, Plan
+from moemesh.config.suggest import divisors
 from moemesh.planner.holdings import Holdings
+from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.sharding import parameters
 from moemesh.sharding.parameters import ParameterTensor
@@ -24,7 +30,7 @@ def groups(held: Holdings, axis: str) -> list[list[int]]:
         list(group)
         for axis_groups in held.axes
         if axis_groups.axis == axis
-        for group in axis_groups.groups
+        for group in axis_groups.groups()
     ]
 
 
@@ -95,6 +101,56 @@ def test_a_group_that_spans_nodes() -> None:
     assert {axis.axis: axis.nodes for axis in held.axes}["dp"] == 2
     assert {axis.axis: axis.nodes for axis in held.axes}["tp"] == 1
     assert [held.node_of(rank) for rank in (7, 8)] == [0, 1]
+
+
+@given(
+    degrees=st.fixed_dictionaries(
+        {axis: st.sampled_from([1, 2, 3, 4]) for axis in ("pp", "dp", "cp", "tp")}
+    ),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=60, deadline=None)
+def test_groups_are_those_of_the_mesh(degrees: dict[str, int], seed: int) -> None:
+    """Also the most nodes of a group, which are counted without a list of the groups."""
+    ranks = prod(degrees.values())
+    layouts = [
+        (ep, etp, node)
+        for ep, etp in product(divisors(ranks // degrees["pp"]), repeat=2)
+        for node in divisors(ranks)
+        if ranks // degrees["pp"] % (ep * etp) == 0
+    ]
+    ep, etp, node = layouts[seed % len(layouts)]
+    plan = Plan(**degrees, ep=ep, etp=etp, ranks_per_node=node, microbatches=degrees["pp"])
+    held = Holdings(plan, None, seq_len=1, global_batch=1)
+    for axis in held.axes:
+        listed = plan.layout.groups(axis.axis)
+        assert tuple(map(tuple, axis.groups())) == listed
+        assert (axis.count, axis.size) == (len(listed), len(listed[0]))
+        assert axis.nodes == max(len({held.node_of(rank) for rank in group}) for group in listed)
+
+
+def test_a_million_ranks_are_described_at_once() -> None:
+    held = Holdings.named("dp=1048576,tp=8,ep=64,ranks_per_node=8")
+    begin = process_time()
+    axes = {axis.axis: axis for axis in held.axes}
+    assert axes["edp"].groups(2) == [range(0, 2**23, 64), range(1, 2**23, 64)]
+    assert [axes[name].nodes for name in ("dp", "tp", "ep")] == [2**20, 1, 8]
+    assert process_time() - begin < 0.1
+    with pytest.raises(UserError, match="8388608 ranks are too many to list"):
+        held.to_json([0])
+
+
+@pytest.mark.parametrize("key", [*DEGREES, "microbatches"])
+@pytest.mark.parametrize("number", [0, -1, -2])
+def test_numbers_below_one_are_refused(key: str, number: int) -> None:
+    plan, message = Plan(**{key: number}), f"{key} must be at least 1, not {number}"
+    with pytest.raises(ConfigError, match=message):
+        Holdings(plan, None, seq_len=8, global_batch=4)
+    with pytest.raises(ConfigError, match=message):
+        from_plan(plan, seq_len=8, global_batch=4)
+    if key in DEGREES:
+        with pytest.raises(ValueError, match=message):
+            _ = plan.layout
 
 
 def test_what_ranks_have_in_common_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
