@@ -21,7 +21,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import read_named_table
 from moemesh.config.suggest import nearest_choice, nearest_divisors
-from moemesh.planner.layout_sources import read_plan, smallest_batch
+from moemesh.planner.layout_sources import plan_table, read_plan, smallest_batch
 from moemesh.planner.planned_layout import ELEMENT_BYTES
 from moemesh.planner.timing.columns import hardware_row
 from moemesh.planner.timing.links import Links, visited_nodes
@@ -305,9 +305,11 @@ def read_example(
 
 
 def _plan(text: str) -> Plan:
-    """The Plan of `text`, with an arbitrary sequence length and batch: tokens come from the
-    routing."""
-    read = read_plan(text, seq_len=1024, global_batch=smallest_batch(text)).plan
+    """The Plan of `text`, with its sequence length and batch or arbitrary ones: tokens come from
+    the routing."""
+    table = plan_table(text)
+    sizes = {"seq_len": 1024, "global_batch": smallest_batch(table)}
+    read = read_plan(sizes | table).plan
     if read is None:
         message = "a dispatch is that of a [plan]; this has keys that no plan has"
         raise ConfigError([Problem.of("not-a-plan", "plan", text, message)])

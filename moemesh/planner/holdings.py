@@ -19,7 +19,7 @@ from moemesh.config.layout import AXES as LAYOUT_AXES
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.planner.layout_sources import read_plan, smallest_batch
+from moemesh.planner.layout_sources import plan_table, read_plan, smallest_batch
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.sharding.context import context_runs
@@ -115,12 +115,16 @@ class Holdings:
     ) -> Holdings:
         """The holdings of a plan and a model, given as for `moemesh estimate`.
 
-        `seq_len` None: the default of a run; `global_batch` None: the smallest that the plan
-        divides. Raises ConfigError.
+        `seq_len` None: the plan's, or the default of a run; `global_batch` None: the plan's, or the
+        smallest that the plan divides. Raises ConfigError.
         """
         loaded = None if model is None else load_model(model)
-        length, batch = seq_len or DataConfig().seq_len, global_batch or smallest_batch(plan)
-        planned = read_plan(plan, seq_len=length, global_batch=batch, model=loaded)
+        table = plan_table(plan)
+        if seq_len is None:
+            table.setdefault("seq_len", DataConfig().seq_len)
+        if global_batch is None:
+            table.setdefault("global_batch", smallest_batch(table))
+        planned = read_plan(table, seq_len=seq_len, global_batch=global_batch, model=loaded)
         problems: list[Problem] = []
         if planned.plan is None:
             message = "this layout has keys that no [plan] of a run has, so no rank holds it"

@@ -219,6 +219,8 @@ _RECOMPUTE_CHOICES: tuple[str, ...] = get_args(Recompute)
 
 #: Keys of a Plan that a layout has under another name.
 _TRANSLATED = {"data", "microbatches", "recompute_attention", "recompute_experts"}
+#: Keys of a layout that follow from a key of a Plan.
+_FOLLOWS = {"zero": "data", "parameter_server": "data", "zero_group": "shard_group"}
 
 
 class ReadLayout(NamedTuple):
@@ -248,13 +250,18 @@ def read_plan(
 
     Keys are those of [plan] and of PlannedLayout. `microbatch` (sequences per microbatch) and
     `microbatches` (their number) exclude each other. Raises ConfigError with the problems,
-    including those with `model`.
+    including those with `model`, and for a length or a batch that differs from the plan's own.
     """
-    table = plan_table(source)
+    table, problems = plan_table(source), list[Problem]()
     batch = {name: table.pop(name, None) for name in _BATCH}
-    given = {"seq_len": seq_len, "global_batch": global_batch}
-    batch |= {name: size for name, size in given.items() if size is not None}
-    problems = [*unknown_keys("plan", table, _KNOWN), *_batch_problems(batch, table)]
+    for name, size in {"seq_len": seq_len, "global_batch": global_batch}.items():
+        if None not in (size, batch[name]) and size != batch[name]:
+            option = f"--{name.replace('_', '-')}"
+            message = f"the plan has {name} = {batch[name]}, {option} is {size}"
+            fix = f"leave {option} out, or {name} in the plan"
+            problems.append(Problem.of("conflict", f"plan.{name}", batch[name], message, fix))
+        batch[name] = batch[name] if size is None else size
+    problems += [*unknown_keys("plan", table, _KNOWN), *_batch_problems(batch, table)]
     known = {key: value for key, value in table.items() if key in _KNOWN}
     # If the batch is invalid, the other keys are checked with legal numbers in its place.
     if any(problem.key == "seq_len" for problem in problems):
@@ -286,6 +293,10 @@ def _read(
             fix = nearest_choice(unknown[0], (*_RECOMPUTE_CHOICES, *RECOMPUTABLE[1:]))
             problem = Problem.of("not-a-choice", "plan.recompute", recompute, message, fix)
             raise ConfigError([problem])
+        for key in ("recompute_attention", "recompute_experts"):
+            if key in known:
+                message = f"recompute = {recompute} lists all recomputed parts"
+                raise ConfigError([_both(key, known[key], message, "recompute")])
     extra = {key: value for key, value in known.items() if key not in Plan.model_fields}
     is_plan = parts is None and extra.keys() <= {"dtype", "microbatch"}
     # Keys of a Plan are read first, except for a list of recomputed parts. A layout that is not a
@@ -324,6 +335,10 @@ def _read(
         for key, value in extra.items():
             if (choices := choices_of(hints[key])) and value not in choices:
                 problems.append(_bad_choice(key, value, choices))
+        for key, other in _FOLLOWS.items():
+            if key in extra and other in values and extra[key] != (it := getattr(layout, key)):
+                message = f"{other} = {shown(values[other])} is {key} = {shown(it)}"
+                problems.append(_both(key, extra[key], message, other))
         if problems:
             raise ConfigError(problems)
         layout = layout.changed(**extra, recompute=layout.recompute if parts is None else parts)
@@ -358,7 +373,15 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
         if degrees and all(key in DEGREES for key, _ in degrees):
             fix = f"--plan {','.join('='.join(degree) for degree in degrees)}"
         table = read_named_table(source, PLANS, "plan", message, fix)
-        return dict(cast("dict[str, Any]", table.get("plan", table)))
+        if not isinstance(plan := table.get("plan", table), dict):
+            raise ConfigError([Problem.of("syntax", "plan", plan, "[plan] is a table of keys")])
+        keys = dict(cast("dict[str, Any]", plan))
+        # The file of a run has the batch and the number type in other sections.
+        for section, names in (("data", _BATCH), ("train", ("dtype",))):
+            if isinstance(values := table.get(section), dict):
+                given = cast("dict[str, Any]", values)
+                keys |= {name: given[name] for name in names if name in given}
+        return keys
     pairs: dict[str, Any] = {}
     problems: list[Problem] = []
     # Split at commas outside of brackets, and at blanks before a key, as answers print layouts.
@@ -439,6 +462,11 @@ def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[
         fix = near(f"{name} = {nearest_divisors(share, value)}", dp * value)
         problems.append(Problem.of("not-divisible", f"plan.{name}", value, message, fix))
     return problems
+
+
+def _both(key: str, value: object, message: str, other: str) -> Problem:
+    """Problem of two keys of a plan with one subject."""
+    return Problem.of("conflict", f"plan.{key}", value, message, f"leave {key} out, or {other}")
 
 
 def _bad_choice(key: str, value: object, choices: tuple[str, ...]) -> Problem:

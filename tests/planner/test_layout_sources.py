@@ -14,10 +14,12 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.plan import RECOMPUTED, Plan
 from moemesh.planner.accuracy.published import recompute_from_words
 from moemesh.planner.estimate import estimate_named
+from moemesh.planner.holdings import Holdings
 from moemesh.planner.kept_tensors import layer_kept
 from moemesh.planner.layout_sources import from_plan, plan_of, plan_table, read_plan
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.command import plan_keys
+from moemesh.planner.search.rival import rival_table
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.shapes.shape import LayerKind
 
@@ -169,6 +171,48 @@ def test_a_plan_from_a_json_file(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_plan(str(path), seq_len=64, global_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "other"),
+    [
+        ("dp=2,seq_len=64", "seq_len", "--seq-len is 512"),
+        ("dp=2,global_batch=4", "global_batch", "--global-batch is 8"),
+        ("dp=2,data=zero1,zero=3", "zero", "data = zero1 is zero = 1"),
+        ("dp=2,data=zero1,parameter_server=true", "parameter_server", "data = zero1"),
+        ("dp=4,data=zero1,shard_group=2,zero_group=4", "zero_group", "shard_group = 2"),
+        ("dp=2,recompute=norm+moe,recompute_experts=false", "recompute_experts", "norm\\+moe"),
+    ],
+)
+def test_two_sources_of_one_fact_agree(text: str, key: str, other: str, tmp_path) -> None:
+    """Also in a layout to compare with, and in files."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"plan": plan_table(text)}))
+    for read in (
+        lambda: read_plan(text, **BATCH),
+        lambda: read_plan(str(path), **BATCH),
+        lambda: rival_table(text, None, *BATCH.values()),
+        lambda: Holdings.named(text, None, **BATCH),
+    ):
+        with pytest.raises(ConfigError, match=other) as caught:
+            read()
+        assert [problem.key for problem in caught.value.problems] == [f"plan.{key}"]
+    agreeing = "dp=4,seq_len=512,global_batch=8,data=zero1,zero=1,shard_group=2,zero_group=2"
+    assert read_plan(agreeing, **BATCH).layout.zero_group == 2
+    assert "seq_len" not in rival_table(agreeing, None, *BATCH.values())
+
+
+def test_sizes_of_a_plan_hold_without_options(tmp_path) -> None:
+    """Of a text, and of a run's file with its number type."""
+    held = Holdings.named("dp=2,seq_len=4,global_batch=6", "tiny")
+    assert (held.seq_len, held.global_batch, held.share(1).sequences) == (4, 6, range(3, 6))
+    path = tmp_path / "run.toml"
+    path.write_text('[plan]\ndp=2\n[data]\nseq_len=32\nglobal_batch=4\n[train]\ndtype="float32"')
+    layout = read_plan(str(path)).layout
+    assert (layout.seq_len, layout.global_batch, layout.dtype) == (32, 4, "float32")
+    path.write_text("plan=3")
+    with pytest.raises(ConfigError, match="table of keys"):
+        read_plan(str(path), **BATCH)
 
 
 @pytest.mark.parametrize(

@@ -203,14 +203,14 @@ def rival_table(asked: str, model: Model | None, seq_len: int, global_batch: int
     """The keys of a user's layout ("tp=8,ep=64,data=zero3"), for :func:`why_not`. Raises
     ConfigError for an unreadable text, and for keys and values that no other degrees make legal."""
     table = plan_table(asked)
-    for name in ("seq_len", "global_batch"):
-        table.pop(name, None)
     complete = {**table, "microbatch": table.get("microbatch", 1)}
     if "microbatches" in table:
         del complete["microbatch"]
     problems = _problems(complete, model, seq_len, global_batch)
     if unsolvable := [problem for problem in problems if problem.code in _UNSOLVABLE]:
         raise ConfigError(unsolvable)
+    for name in ("seq_len", "global_batch"):
+        table.pop(name, None)
     return table
 
 
