@@ -16,7 +16,7 @@ which :mod:`moemesh.planner.traffic.own_memory` lists for a run of ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Literal, NamedTuple
 
 from moemesh.planner.arithmetic import Number
@@ -67,7 +67,7 @@ def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterato
         yield KeptTensor("tokens", w * hidden)
         yield KeptTensor("tokens", w * hidden, ("norm",))
         if not layout.fused_norm:
-            yield KeptTensor("tokens", 4 * hidden)
+            yield KeptTensor("tokens", 4 * hidden, ("norm",))
         if has_dropout:
             yield KeptTensor("tokens", hidden)
     is_latent = shape.attention == "mla"
@@ -123,7 +123,9 @@ def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> Act
         width += 4 * shape.num_heads
         if not kind.moe:
             return ActivationBytes(tokens=2 * w * hidden, width=width + w * shape.intermediate_size)
-        routed = routed_copies(shape, layout) * w * (shape.expert_intermediate_size + hidden)
+        # Rows of the experts are gathered over etp, and their width is cut by it.
+        routed = shape.expert_intermediate_size + hidden * layout.etp
+        routed = routed_copies(shape, layout) * w * routed
         width += w * shape.shared_intermediate_size
         return ActivationBytes(tokens=2 * w * hidden, width=width, routed=routed)
     sums = dict.fromkeys(ActivationBytes._fields, 0.0)
@@ -141,40 +143,40 @@ class ChunkBytes:
 
     A layer keeps ``stored`` bytes from its forward to its backward under the layout's
     recomputation. Without recomputation it would keep ``whole`` bytes, which exist while its
-    backward runs. `allocated` maps a layer's tensors to bytes of one microbatch on one rank; by
-    default it is their size.
+    backward runs. `allocated` maps a layer's tensors, and the layout under which they are kept, to
+    bytes of one microbatch on one rank; by default it is their size.
     """
 
     def __init__(
         self,
         shape: ModelShape,
         layout: PlannedLayout,
-        allocated: Callable[[ActivationBytes], Number] | None = None,
+        allocated: Callable[[ActivationBytes, PlannedLayout], Number] = ActivationBytes.on_rank,
     ) -> None:
         bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
-        exact_size = partial(ActivationBytes.on_rank, layout=layout)
-        whole_size = allocated or exact_size
         # A layer that is recomputed as a whole keeps only its input.
-        stored_size = exact_size if "full" in layout.recompute else whole_size
+        stored_size = ActivationBytes.on_rank if "full" in layout.recompute else allocated
 
         @cache
         def layer(kind: LayerKind) -> tuple[Number, Number]:
             """(stored, whole) of one layer on one rank."""
-            stored = stored_size(layer_kept(shape, kind, layout))
-            return stored, whole_size(layer_kept(shape, kind, bare)) if layout.recompute else stored
+            stored = stored_size(layer_kept(shape, kind, layout), layout)
+            if not layout.recompute:
+                return stored, stored
+            return stored, allocated(layer_kept(shape, kind, bare), bare)
 
         self.layer = layer
         #: Cache of :func:`rank_memory`: rank -> bytes of its activations at its peak.
         self.held: dict[int, Number] = {}
 
     def chunk(self, layers: Mapping[LayerKind, int], limit: float | None = None) -> Number:
-        """Bytes kept by the layers of a chunk if at most `limit` layers of each kind are
-        recomputed; None: all are."""
+        """Bytes kept by the layers of a chunk if the first `limit` layers are recomputed; None:
+        all are."""
         total: Number = 0.0
+        left = float("inf") if limit is None else limit
         for kind, number in layers.items():
             stored, whole = self.layer(kind)
-            if limit is None or number <= limit:
-                total = total + number * stored
-            else:
-                total = total + (limit * stored + (number - limit) * whole)
+            recomputed = min(number, left)
+            left -= recomputed
+            total = total + (recomputed * stored + (number - recomputed) * whole)
         return total

@@ -122,6 +122,19 @@ def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightC
     return weights
 
 
+def _rebuilds_layers(layout: PlannedLayout) -> bool:
+    """Whether whole layers are recomputed."""
+    return "full" in layout.recompute and layout.recompute_layers != 0
+
+
+def _kept(layout: PlannedLayout, content: RankContent, chunks: ChunkBytes) -> list[Number]:
+    """Bytes that one microbatch keeps on each stage of a rank, whose recomputed layers are evenly
+    many on each stage."""
+    limit = layout.recompute_layers
+    limit = None if limit is None else limit / len(content.chunks)
+    return [chunks.chunk(chunk, limit) for chunk in content.chunks]
+
+
 #: Parts of a layer (:func:`moemesh.planner.parameters.layer_parts`) that a base in NF4 packs.
 _PACKED = ("attention", "dense_mlp", "shared_experts", "experts")
 
@@ -271,15 +284,12 @@ def rank_memory(
             logits = numbers * WHOLE_LOGIT_BYTES[layout.loss]
         logits = logits + 2 * w * layout.token_shard * shape.hidden_size
     if rank not in chunks.held:
-        limit = layout.recompute_layers
-        limit_of_stage = None if limit is None else limit / len(content.chunks)
         # Full recomputation rebuilds one layer at a time.
         work: Number = 0.0
-        for kind in content.kinds if "full" in layout.recompute else ():
+        for kind in content.kinds if _rebuilds_layers(layout) else ():
             stored, whole = chunks.layer(kind)
             work = maximum(work, whole - stored)
-        kept = [chunks.chunk(chunk, limit_of_stage) for chunk in content.chunks]
-        chunks.held[rank] = held(layout, rank, kept) + work
+        chunks.held[rank] = held(layout, rank, _kept(layout, content, chunks)) + work
     # Buffers of communication: gathered inputs, unsharded units of ZeRO-3; a dequantized block.
     buffers: Number = 0.0
     if layout.sequence_parallel:
@@ -429,7 +439,7 @@ class _Peaks:
         of_stack = ("gradient_bytes", "optimizer_bytes", "fused_activation")
         layout = with_values(layout, **{name: getattr(allocation, name) for name in of_stack})
         if recompute not in self._layers:
-            chunks = ChunkBytes(shape, layout, partial(self._layer_bytes, layout))
+            chunks = ChunkBytes(shape, layout, self._layer_bytes)
             self._layers[recompute] = ChunkBytes(shape, layout), chunks
         tensors, chunks = self._layers[recompute]
         stages = Stages.of(shape, layout, microbatches=1)
@@ -445,7 +455,7 @@ class _Peaks:
                 # On one replica nothing is cut, and nothing is gathered.
                 is_cut = (layout.dense_replicas > 1) | (shape.is_moe & (layout.edp > 1))
                 buffers = where(is_cut, exact.buffers, 0.0)
-                if "full" in recompute:
+                if _rebuilds_layers(layout):
                     # The loss is freed before the first layer runs backward.
                     logits = where(is_cut, maximum(logits, working), logits)
                     working = where(is_cut, 0.0, working)
@@ -468,16 +478,18 @@ class _Peaks:
                 working=working,
             )
 
-    def _layer_bytes(self, layout: PlannedLayout, tensors: ActivationBytes) -> Number:
+    def _layer_bytes(self, tensors: ActivationBytes, layout: PlannedLayout) -> Number:
         """Bytes that the stack allocates for the kept `tensors` of a layer: also for norms and
-        scores."""
+        scores, if these are kept."""
         allocation, w, hidden = self.allocation, layout.element_bytes, self.shape.hidden_size
-        unfused_norms = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
+        norms = hidden * layout.recompute.isdisjoint(("norm", "operators"))
+        unfused_norms = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * norms
         shards = layout.tp if layout.sequence_parallel else 1
         gathered_share = allocation.gathered_norms * (1 - 1 / shards)
-        gathered_norms = layout.tokens * (2 * w * hidden * gathered_share)
+        gathered_norms = layout.tokens * (2 * w * norms * gathered_share)
         scores: Number = 0.0
-        if (name := layout.attention_kernel) in KEEP_SCORES:
+        keeps_scores = layout.recompute.isdisjoint(("attention", "operators"))
+        if (name := layout.attention_kernel) in KEEP_SCORES and keeps_scores:
             num_scores = layout.tokens * layout.seq_len * self.shape.num_heads / layout.tp
             # Without dropout `tensors` has w bytes of each score.
             scores = (getattr(allocation, f"{name}_score_bytes") - w) * num_scores
@@ -490,7 +502,7 @@ class _Peaks:
         """Bytes of activations, of logits with the additional gradient of the head, and of the
         running layer."""
         shape, allocation, content = self.shape, self.allocation, stages.contents[rank]
-        kept = [chunks.chunk(chunk) for chunk in content.chunks]
+        kept = _kept(layout, content, chunks)
         activations = held(layout, rank, kept)
         if layout.pp > 1:
             activations = activations + allocation.extra_in_flight * sum(kept)
@@ -513,7 +525,7 @@ class _Peaks:
         for kind in content.kinds:
             stored, whole = chunks.layer(kind)
             # The stored input of the layer is one of its tensors.
-            work = whole - stored if "full" in layout.recompute else 0.0
+            work = whole - stored if _rebuilds_layers(layout) else 0.0
             working = maximum(working, work + allocation.working_layers * whole + scores)
         if content.kinds and not layout.adapters:
             # The gradient of the largest matrix of a layer exists twice.

@@ -69,7 +69,7 @@ _LEAST: dict[str, tuple[float, str]] = {
     "gradient_bytes": (0, "bytes of a gradient are at least 0"),
     "optimizer_bytes": (0, "bytes of an optimizer's state are at least 0"),
     "zero_group": (0, "the number of ranks in a group of shards is at least 0; 0 is all of them"),
-    "recompute_layers": (0, "the number of recomputed layers of a stage is at least 0"),
+    "recompute_layers": (0, "the number of recomputed layers of a rank is at least 0"),
     "ranks_per_node": (0, "the number of ranks in a node is at least 0; 0 is one node"),
 }
 

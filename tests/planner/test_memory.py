@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moemesh.config.cluster import load_cluster
 from moemesh.planner.kept_tensors import layer_kept
 from moemesh.planner.memory import estimate_memory, rank_memory, rank_weights
 from moemesh.planner.parameters import count_parameters
@@ -13,6 +14,7 @@ from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import gpt, load_model
 from moemesh.planner.shapes.shape import LayerKind
 from moemesh.planner.speed import kv_cache_bytes
+from moemesh.planner.timing.price import pricing
 
 GIB = 2**30
 
@@ -69,6 +71,37 @@ def test_modern_layer() -> None:
     unfused = layout.changed(fused_norm=False)
     more = layer_kept(shape, LayerKind(False, 0), unfused).on_rank(unfused)
     assert more - kept_bytes == 8 * 4096
+
+
+def test_expert_tensor_parallelism_gathers_rows_and_cuts_widths() -> None:
+    """Under every recomputation: a row of h channels is kept by all etp ranks, its width by one."""
+    shape, kind = load_model("qwen3-30b-a3b").shape, LayerKind(True, 0)
+    k, h = shape.experts_per_token, shape.hidden_size
+    for recompute, rows in (((), 2), (("operators",), 1), (("experts",), 2), (("moe",), 0)):
+        layout = PlannedLayout(seq_len=1, global_batch=4, tp=4, recompute=frozenset(recompute))
+        one, four = (layer_kept(shape, kind, layout.changed(etp=etp)).routed for etp in (1, 4))
+        assert four - one == rows * k * 2 * h * (4 - 1), recompute
+
+
+def test_recomputed_layers_are_the_first_of_a_rank() -> None:
+    """From none to all: with kinds of layers together, in memory, peak and time."""
+    shape = load_model("deepseek-v3").shape.changed(num_layers=4, moe_layers=(2, 3))
+    layout = PlannedLayout(seq_len=4096, global_batch=2, dp=2)
+    full = layout.changed(recompute=frozenset({"full"}))
+    price = pricing(load_cluster("dgx_h100"))
+
+    def priced(layout: PlannedLayout) -> tuple[float, ...]:
+        peak, seconds = price.price(shape, layout)
+        required = estimate_memory(shape, layout).worst.activations
+        return required, peak.activations + peak.working, -seconds["total"]
+
+    rows = [priced(full.changed(recompute_layers=number)) for number in range(5)]
+    assert rows[0] == pytest.approx(priced(layout)) and rows[4] == pytest.approx(priced(full))
+    assert rows[1:] == sorted(rows[1:], reverse=True)
+    kept = [layer_kept(shape, kind, full).on_rank(layout) for kind in shape.kinds]
+    whole = [layer_kept(shape, kind, layout).on_rank(layout) for kind in shape.kinds]
+    saved = [size - left for size, left in zip(whole, kept, strict=True)]
+    assert rows[2][0] - rows[3][0] == pytest.approx(saved[2])
 
 
 # Model states: bytes per parameter.

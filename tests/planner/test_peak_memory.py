@@ -77,6 +77,25 @@ def test_every_habit_costs():
         assert peak_memory(LLAMA, head, more).needed > plain
 
 
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("attention", "eager_score_bytes"),
+        ("operators", "eager_score_bytes"),
+        ("norm", "gathered_norms"),
+        ("norm", "unfused_norm_bytes"),
+        ("operators", "gathered_norms"),
+    ],
+)
+def test_recomputed_tensors_have_no_overhead(part, name):
+    planned = layout(tp=2, dp=4, attention_kernel="eager", fused_norm=False)
+    habit = replace(Allocation(), **{name: 40.0})
+    for parts, more in (({part}, 0), (set(), 1)):
+        changed = planned.changed(recompute=frozenset(parts))
+        plain, costly = (peak_memory(LLAMA, changed, one) for one in (Allocation(), habit))
+        assert (costly.activations > plain.activations) == more
+
+
 def test_first_stage_holds_most_microbatches_the_last_the_logits():
     even = layout(pp=4, dp=2, microbatch=1, layers_per_stage=(3, 3, 3, 3))
     assert peak_memory(LLAMA, even, Allocation()).rank == 0

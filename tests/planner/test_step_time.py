@@ -513,6 +513,16 @@ def test_compute_floor_is_a_lower_bound(values, moe, precision, adapters, capaci
     assert float(compute_floor(work)) <= float(step_seconds(work))
 
 
+@pytest.mark.parametrize("mixer", [0.05, 1.0, 3.0])
+def test_compute_floor_of_counted_mixers(mixer):
+    """Whose products may cost less than those of attention."""
+    layout = PlannedLayout(dp=8, microbatch=2, seq_len=4096, global_batch=256)
+    work = work_of(DENSE.changed(intermediate_size=512), layout, device="H100-80G")
+    work = replace(work, model=replace(work.model, mixer_factor=mixer))
+    floor, seconds = float(compute_floor(work)), float(step_seconds(work))
+    assert floor <= seconds < 5 * floor
+
+
 def test_columns_give_what_single_rows_give():
     cases = [
         (shape, PlannedLayout(tp=tp, pp=pp, dp=64 // tp // pp, seq_len=2048, global_batch=512))

@@ -203,7 +203,7 @@ class LayoutColumns(Software):
     precision: Number = column(lambda row: {"float8": 1, "float4": 2}.get(row.layout.precision, 0))
     #: Share of the layers that are recomputed as a whole; for the other parts, 1 if recomputed.
     recompute_full: Number = column(
-        lambda row: 1.0 if row.recomputes("full") else row.traits.recomputed_share
+        lambda row: row.recomputed_layers if row.recomputes("full") else row.traits.recomputed_share
     )
     recompute_attention: Number = column(lambda row: row.recomputes("attention"))
     recompute_norm: Number = column(
@@ -299,6 +299,13 @@ class _LayoutRow:
     def recomputes(self, *parts: str) -> bool:
         """Whether the layout recomputes one of `parts`."""
         return not self.layout.recompute.isdisjoint(parts)
+
+    @property
+    def recomputed_layers(self) -> float:
+        """Share of the layers that are recomputed, of those on an average rank."""
+        limit, stages = self.layout.recompute_layers, self.stages
+        of_rank = stages.shape.num_layers / (self.layout.pp * stages.step.share)
+        return 1.0 if limit is None else min(limit / of_rank, 1.0)
 
     @property
     def ranks(self) -> tuple[RankColumns, ...]:

@@ -16,7 +16,7 @@ paths that every schedule has,
 
 Every formula takes floats or numpy arrays, one entry per layout, so that a search bounds a million
 layouts in a call. `compute_floor` (operations at best efficiency, no bubble, no traffic) is a true
-bound of this model for any layout, unless counted mixers cost far less than attention.
+bound of this model for any layout.
 """
 
 from __future__ import annotations
@@ -554,7 +554,7 @@ def compute_floor(work: PricedStep) -> Number:
     # Weights of all layers that a token is multiplied with.
     attention = attention_weights(model) + model.hidden * heads * model.value_dim
     per_width = model.mlp_matrices * model.hidden
-    weights = attention * model.layers
+    weights = attention * model.mixer_factor * model.layers
     weights = weights + (model.layers - model.moe_layers) * per_width * model.mlp_width
     weights = weights + model.moe_layers * per_width * (
         model.top_k * work.kept_choices * model.expert_width + model.shared_width
