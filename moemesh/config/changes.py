@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -71,12 +70,12 @@ def compare(old: str, new: str) -> list[Change]:
 
     free: no effect on the result. layout: the same result from other ranks. training: another
     course of training. model: another model, which the saved tensors do not fit. A key that is not
-    in a text, as in one of an older version, has its default. Raises UserError if a text is not
-    TOML, ValueError if :func:`parse_toml` refuses it for its depth.
+    in a text, as in one of an older version, has its default. Raises UserError if
+    :func:`parse_toml` refuses a text.
     """
     try:
         before, after = flat(parse_toml(old)), flat(parse_toml(new))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise UserError(f"the config.toml of the run is not TOML: {error}") from error
     # Defaults of keys, with lists for tuples, as TOML reads them.
     defaults: dict[str, object] = {

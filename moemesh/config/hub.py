@@ -107,6 +107,6 @@ def repository_of(folder: str) -> str | None:
 
 
 def short_name(folder: str) -> str:
-    """The name of a folder, or of the repository if it is a snapshot, from the last "--" on, which
-    follows the owner."""
-    return (repository_of(folder) or Path(folder).name).rpartition("--")[2]
+    """The name of a folder; for a snapshot that of the repository, without its owner."""
+    repository = repository_of(folder)
+    return Path(folder).name if repository is None else repository.rpartition("--")[2]

@@ -24,6 +24,7 @@ import os
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -106,7 +107,9 @@ class HashedFile:
             raise DataError(f"{self._temporary}: {error.strerror or error}") from error
 
     def abandon(self) -> None:
-        self._file.close()
+        """Removes the temporary file."""
+        with suppress(OSError):  # closing writes the rest of the buffer, as on a full disk
+            self._file.close()
         self._temporary.unlink(missing_ok=True)
 
 
@@ -398,8 +401,9 @@ class IndexedWriter:
         self._owes_end = False
         #: Whether the newest document is a text.
         self.ends_text = True
-        self._mask: HashedFile | None = None
-        self._bin = HashedFile(path_with(prefix, BIN))
+        #: Every file that the writer has begun, by suffix.
+        self._files: dict[str, HashedFile] = {}
+        self._begin(BIN)
 
     def add(
         self, ids: np.ndarray, learned: np.ndarray | None = None, *, continues: bool = False
@@ -426,6 +430,10 @@ class IndexedWriter:
         self.ends_text = ends_text
         self._owes_end = ends_text and not self._ends_last
 
+    def _begin(self, suffix: str) -> HashedFile:
+        self._files[suffix] = HashedFile(path_with(self.prefix, suffix))
+        return self._files[suffix]
+
     def _write_end(self) -> None:
         """Write the end of the newest document. The end of a conversation carries no loss."""
         if self._owes_end and len(self._end):
@@ -447,17 +455,19 @@ class IndexedWriter:
             self._write(np.concatenate([ids for ids, _ in parts]), joined_mask(parts))
 
     def _write(self, ids: np.ndarray, learned: np.ndarray | None) -> None:
-        if learned is not None and self._mask is None:
-            self._mask = HashedFile(path_with(self.prefix, MASK))
+        if learned is not None and MASK not in self._files:
+            mask_file = self._begin(MASK)
             for start in range(0, self._num_written, CHUNK):  # all documents so far are texts
-                self._mask.write(np.ones(min(CHUNK, self._num_written - start), dtype=np.uint8))
+                mask_file.write(np.ones(min(CHUNK, self._num_written - start), dtype=np.uint8))
         for start in range(0, len(ids), CHUNK):
             chunk = ids[start : start + CHUNK]
             self._max_id = max(self._max_id, int(chunk.max()))
-            self._bin.write(np.ascontiguousarray(chunk, dtype=self.dtype))
-            if self._mask is not None:
-                mask = None if learned is None else learned[start : start + CHUNK]
-                self._mask.write(np.ascontiguousarray(mask_of(mask, len(chunk))).view(np.uint8))
+            self._files[BIN].write(np.ascontiguousarray(chunk, dtype=self.dtype))
+            if MASK in self._files:
+                mask = mask_of(
+                    None if learned is None else learned[start : start + CHUNK], len(chunk)
+                )
+                self._files[MASK].write(np.ascontiguousarray(mask).view(np.uint8))
         assert self._max_id < self.vocab_size
         self._num_written += len(ids)
 
@@ -475,12 +485,11 @@ class IndexedWriter:
         sequences = np.full(int(documents[-1]), MAX_SEQUENCE, dtype=np.int64)
         sequences[documents[1:] - 1] = lengths - (counts - 1) * MAX_SEQUENCE
         code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-        index = HashedFile(path_with(self.prefix, IDX))
+        index = self._begin(IDX)
         index.write(HEADER.pack(MAGIC, VERSION, code, len(sequences), len(documents)))
         index.write(sequences.astype("<i4"))
         index.write(((np.cumsum(sequences) - sequences) * self.dtype.itemsize).astype("<i8"))
         index.write(documents)
-        written = {BIN: self._bin, IDX: index} | ({MASK: self._mask} if self._mask else {})
         facts = Sidecar(
             tokenizer=self._tokenizer,
             vocab_size=self.vocab_size,
@@ -489,15 +498,14 @@ class IndexedWriter:
             num_documents=len(lengths),
             end_of_document=tuple(self._end.tolist()),
             ends_last=self._ends_last,
-            files={suffix: file.facts() for suffix, file in written.items()},
+            files={suffix: file.facts() for suffix, file in self._files.items()},
             made_from=self._made_from,
         )
         content = {"format": SIDECAR_FORMAT, "version": SIDECAR_VERSION, **asdict(facts)}
-        meta = HashedFile(path_with(self.prefix, META))
-        meta.write((json.dumps(content, indent=2) + "\n").encode())
+        self._begin(META).write((json.dumps(content, indent=2) + "\n").encode())
         # The index comes last: if it exists, the other files are complete.
-        for file in (*(file for suffix, file in written.items() if suffix != IDX), meta, index):
-            file.commit()
+        for suffix in sorted(self._files, key=IDX.__eq__):
+            self._files[suffix].commit()
         folder = os.open(self.prefix.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -505,10 +513,12 @@ class IndexedWriter:
             os.close(folder)
 
     def abandon(self) -> None:
-        """Removes the temporary files of tokens and mask."""
-        for file in (self._bin, self._mask):
-            if file is not None:
-                file.abandon()
+        """Removes the temporary files, and the renamed ones unless all are."""
+        is_complete = path_with(self.prefix, IDX).exists()
+        for file in self._files.values():
+            file.abandon()
+            if not is_complete:
+                file.path.unlink(missing_ok=True)
 
     def __enter__(self) -> IndexedWriter:
         return self

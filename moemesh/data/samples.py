@@ -36,7 +36,7 @@ UNIGRAM_TOKENS = 1 << 26
 #: Version in the fingerprint, raised with every change of the order of the same data.
 ORDER_VERSION = 1
 #: Version of the packing of conversations into sequences.
-PACKING_VERSION = 1
+PACKING_VERSION = 2
 #: Least number of samples that few conversations are spread over: one held-out sample is then a
 #: small share of them.
 FEWEST_SAMPLES = 20
@@ -520,9 +520,9 @@ def packed(
     learned, starts = corpus.learned, corpus.starts
     assert learned is not None
     lengths = np.diff(starts, append=len(corpus.tokens))
-    # A conversation begins with a header or a question, which carry no loss; a document that begins
-    # with loss is cut like a text.
-    is_text = learned[starts]
+    # All tokens of a text carry loss. A conversation may begin with loss, too, such as segments
+    # whose first one is learned; one of loss alone is cut like a text.
+    is_text = np.add.reduceat(learned, starts, dtype=np.int64) == lengths
     is_long = (lengths > seq_len) & ~is_text
     note = None
     if is_long.any():

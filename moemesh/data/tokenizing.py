@@ -556,5 +556,8 @@ def _make_in_worker(part: TokenPart) -> dict[str, Any]:
 
 def _write(path: Path, text: str) -> None:
     file = HashedFile(path)
-    file.write(text.encode())
-    file.commit()
+    try:
+        file.write(text.encode())
+        file.commit()
+    finally:
+        file.abandon()

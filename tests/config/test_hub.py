@@ -67,7 +67,7 @@ def test_a_name_is_its_newest_snapshot_and_a_run_keeps_its_own(cache: Path, tmp_
     other = replace(second, model_path=str(tmp_path))
     assert with_recorded(other, tmp_path).model_path == str(tmp_path)
     assert short_name(str(new)) == "llama"
-    assert short_name("models/own") == "own"
+    assert [short_name(f"models/{name}") for name in ("own", "my--model")] == ["own", "my--model"]
 
 
 def test_a_data_set(cache: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,6 +169,23 @@ def test_nothing_is_left_of_a_writer_that_fails(tmp_path: Path) -> None:
     path_with(tmp_path / "a", META).write_text("{}")
     with pytest.raises(DataError, match=r"a\.meta\.json exists"):
         writer(tmp_path / "a")
+
+
+@pytest.mark.parametrize("place", [BIN, MASK, META, IDX])
+def test_nothing_is_left_of_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Whichever file is full: the temporary ones go, and those that have their names already."""
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", **options: Any) -> Any:
+        file = opened(path, mode, **options)
+        return opened(Path("/dev/full"), mode) if path.name == f"a{place}.tmp" else file
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(DataError, match=f"a{place}.tmp: No space"), writer(tmp_path / "a") as made:
+        made.add(ids(1, 2), np.array([False, True]))
+    assert not list(tmp_path.iterdir())
 
 
 def damaged(place: int, content: bytes) -> Callable[[Path], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,18 @@ def test_long_conversations(long: Any, kept: list[int], note: str) -> None:
     assert not Windows(corpus, 50, long=long).notes
 
 
+def test_a_conversation_that_begins_with_loss() -> None:
+    """Only a document of loss alone, as a text is, may be cut."""
+    learned = np.array([True, False, *[True] * 23])
+    corpus = stream(np.arange(25, dtype=np.uint8), source="chats", learned=learned)
+    with pytest.raises(DataError, match="1 of 1 documents are conversations longer than"):
+        Windows(corpus, 10, long="fail")
+    assert Windows(corpus, 10).num_samples == 1
+    assert (
+        Windows(replace(corpus, learned=np.ones(25, dtype=bool)), 10, long="fail").num_samples == 3
+    )
+
+
 def test_conversations_without_loss_and_texts() -> None:
     """A conversation that has no loss, or none before it is cut, is left out and counted. A text in
     the same file may be cut: it is not a conversation."""
@@ -176,4 +189,4 @@ def test_numbers_of_sequences_do_not_change_unnoticed() -> None:
     packing = packed(corpus_of([8, 3, 5, 9, 2, 2, 7]), 10, "truncate")
     sequences = np.split(packing.begins, packing.bounds[1:-1])
     assert [one.tolist() for one in sequences] == [[0, 25], [8, 29], [11, 27], [16]]
-    assert samples.PACKING_VERSION == 1
+    assert samples.PACKING_VERSION == 2
