@@ -174,14 +174,34 @@ def test_a_rank_without_rows_or_tokens_does_what_the_others_do(name: str, sequen
 
 
 def test_jitter_and_dropout_are_off_and_told() -> None:
-    values = {**values_of("phimoe"), "router_jitter_noise": 0.01, "attention_dropout": 0.1}
-    plan = blueprint(values)
-    assert plan.config.attention_dropout == 0.0
-    # Evaluation reads the size of the noise as a threshold: it stays in the configuration.
-    routers = [one for one in plan.build().modules() if hasattr(one, "router_jitter_noise")]
-    assert routers and all(one.router_jitter_noise == 0.0 for one in routers)
-    assert not plan.config.use_cache
-    assert any("router_jitter_noise = 0.01" in note for note in plan.notes)
+    """The mixer of this family reads the size of its noise as a threshold: in training it weighs
+    experts as in evaluation, and its router has the gradient that transformers has there."""
+    noise = {"router_jitter_noise": 0.25, "input_jitter_noise": 0.125}
+    plan = blueprint({**values_of("phimoe"), **noise, "attention_dropout": 0.1})
+    assert plan.config.attention_dropout == 0.0 and not plan.config.use_cache
+    off = ("attention_dropout = 0.1 is set to 0", "router_jitter_noise = 0.25 draws no noise")
+    assert all(any(note.startswith(text) for note in plan.notes) for text in off)
+    model = HubModel(model_of(read({**values_of("phimoe"), **noise})), dtype=torch.float64)
+    allocate(model.net, dtype=torch.float64)
+    theirs = copy.deepcopy(random_model("phimoe"))
+    model.net.load_state_dict(theirs.state_dict(), strict=False)
+    batch = batch_of(tokens_of(3, 13))
+    losses = model(dataclasses.replace(batch, training=True)).losses_T
+    losses.mean().backward()
+    config = theirs.config.from_dict({**values_of("phimoe"), **noise})
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    expected = type(theirs)._from_config(config, **eager).double().eval()
+    expected.load_state_dict(theirs.state_dict())
+    with exactly(torch.float64):
+        logits = expected(batch.tokens_BS).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, batch.targets_BS.flatten())
+    loss.backward()
+    assert losses.mean().item() == pytest.approx(loss.item(), abs=1e-12)
+    wanted = dict(expected.named_parameters())
+    routers = {n: p for n, p in model.net.named_parameters() if n.endswith("router.weight")}
+    assert routers and all(p.grad is not None and p.grad.abs().max() > 0 for p in routers.values())
+    for name, parameter in routers.items():
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [0.0, 0.25])

@@ -69,16 +69,12 @@ class Blueprint(NamedTuple):
 
 
 def set_mode(model: PreTrainedModel, *, training: bool) -> None:
-    """Set the mode. In training the sizes of routers' noise are 0; in evaluation they have their
-    values, which some routers read as a threshold."""
+    """Set the mode. Modules with noise stay in evaluation: they draw no numbers, and a mixer that
+    reads the size of its noise as a threshold (PhiMoE) weighs experts as in evaluation."""
     model.train(training)
     for module in model.modules():
-        values = vars(module)
-        sizes = {
-            key: size for key, size in values.items() if "jitter" in key and isinstance(size, float)
-        }
-        sizes = values.setdefault("_noise_sizes", sizes)
-        values.update(dict.fromkeys(sizes, 0.0) if training else sizes)
+        if any("jitter" in key and isinstance(size, float) for key, size in vars(module).items()):
+            module.training = False
 
 
 @contextmanager
@@ -160,10 +156,14 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
             is_dropout = "dropout" in key or key.endswith(("pdrop", "layerdrop"))
             if is_dropout and value is None:  # legal in some classes, but no forward takes it
                 setattr(part, key, 0.0)
-            elif (is_dropout or "jitter" in key) and isinstance(value, (int, float)) and value:
-                # Routers keep the size of their jitter: `set_mode` turns it off in training only.
-                setattr(part, key, 0.0 if is_dropout else value)
+            elif is_dropout and isinstance(value, (int, float)) and value:
+                setattr(part, key, 0.0)
                 notes.append(off_note(key, value))
+            elif "jitter" in key and isinstance(value, float) and value:
+                notes.append(
+                    f"{key} = {value} draws no noise in training, where experts are chosen as in "
+                    "evaluation: results would depend on the layout"
+                )
         if size := getattr(part, "z_loss_coefficient", 0):
             notes.append(f"z_loss_coefficient = {size} has no effect: logits have no z-loss here")
     family: Any = classes[type(config)]
