@@ -30,6 +30,10 @@ class Projection(NamedTuple):
     inputs: int
     outputs: int
 
+    def size(self) -> int:
+        """The smaller dimension, which is the largest rank of an adapter."""
+        return min(self.inputs, self.outputs)
+
 
 def projections(model: ModelConfig) -> list[Projection]:
     """Every projection that `model` has in some layer and that can have an adapter."""
@@ -90,6 +94,11 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
         return []
     modules, problems = projections(model), list[Problem]()
     names = tuple(dict.fromkeys(module.target for module in modules))
+    if not names:
+        kind = model.architecture.model_type if model.architecture is not None else "the model"
+        message = f"no layer of {kind} can have an adapter: none is an nn.Linear (GPT-2 has Conv1D)"
+        fix = "rank = 0, which trains the weights themselves"
+        return [lora.problem("not-available", "rank", message, fix, "model.path")]
     for target in lora.targets:
         if target not in (*names, ALL_LINEAR):
             message = f"targets names {target}, and the model has no such projection"
@@ -98,19 +107,16 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
                 message = f"targets names {target}, and {what} cannot have an adapter here"
                 fix = f"choices: {', '.join((*names, ALL_LINEAR))}"
             problems.append(lora.problem("not-a-choice", "targets", message, fix))
-    # In a model of transformers "all-linear" leaves out projections that are too small.
-    skips_small = model.architecture is not None
-    adapted = [
-        module
-        for module in modules
-        if module.target in lora.targets or (not skips_small and lora.adapts(module.target))
-    ]
-    if adapted:
-        smallest = min(adapted, key=lambda module: min(module.inputs, module.outputs))
-        if lora.rank > (most := min(smallest.inputs, smallest.outputs)):
+    # In a model of transformers "all-linear" leaves out projections that are too small: the largest
+    # must have an adapter.
+    has_all = model.architecture is None and ALL_LINEAR in lora.targets
+    named = [module for module in modules if has_all or module.target in lora.targets]
+    if named or ALL_LINEAR in lora.targets:
+        limiting = min(named, key=Projection.size) if named else max(modules, key=Projection.size)
+        if lora.rank > (most := limiting.size()):
             message = (
-                f"rank ({lora.rank}) exceeds the smaller dimension of {smallest.target} of "
-                f"{smallest.block} ({smallest.inputs} in, {smallest.outputs} out)"
+                f"rank ({lora.rank}) exceeds the smaller dimension of {limiting.target} of "
+                f"{limiting.block} ({limiting.inputs} in, {limiting.outputs} out)"
             )
             problems.append(lora.problem("too-large", "rank", message, f"rank = {most}", "targets"))
     return problems

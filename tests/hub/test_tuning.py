@@ -258,3 +258,16 @@ def test_all_linear_leaves_out_what_is_smaller_than_the_rank() -> None:
         names = [one.name for one in architecture.with_adapters(LoraConfig(rank=rank)).parameters]
         assert any("in_proj_ba_lora_A" in name for name in names) == has_small
         assert any("in_proj_qkvz_lora_A" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "words", "fix"),
+    [
+        ("gpt2", 2, "no layer of gpt2 can have an adapter", "rank = 0, which trains the weights"),
+        ("qwen3_next", 4096, "rank (4096) exceeds the smaller dimension of in_proj_qkvz", "= 64"),
+    ],
+)
+def test_all_linear_that_adapts_nothing(name: str, rank: int, words: str, fix: str) -> None:
+    model = model_of(architecture_of(name)).with_lora(LoraConfig(rank=rank))
+    (problem,) = adapter_rules(model)
+    assert problem.key == "lora.rank" and problem.message.startswith(words) and fix in problem.fix
