@@ -167,10 +167,28 @@ class Optimizer:
                     states.setdefault(kind, {})[name] = tensor
         return states
 
-    def load_state(self, state: Mapping[str, Mapping[str, Tensor]], num_updates: int) -> None:
+    def counts(self) -> dict[str, int]:
+        """Parameter name -> number of its updates, of parameters whose state counts them. It is
+        below `num_updates` for one whose state began later, such as after a change of the optimizer
+        or of the parameters that train."""
+        steps: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            step = self._torch.state[master].get("step")
+            if step is not None:
+                steps[name] = step
+        # One copy to the host: a fused kernel keeps each counter on the device.
+        numbers = torch.stack([*steps.values()]).cpu() if steps else ()
+        return {name: int(number) for name, number in zip(steps, numbers, strict=True)}
+
+    def load_state(
+        self,
+        state: Mapping[str, Mapping[str, Tensor]],
+        num_updates: int,
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
         """Restore what :meth:`state` returned after `num_updates` updates; skipped steps do not
-        count. Parameters without a state, such as after a change of the optimizer, start with a new
-        one."""
+        count. `counts`: those of :meth:`counts` that differ from it. Parameters without a state,
+        such as after a change of the optimizer, start with a new one."""
         self._torch.state.clear()
         for kind, tensors in state.items():
             for name, tensor in tensors.items():
@@ -179,8 +197,9 @@ class Optimizer:
                 if self._row.counts_steps and kind in self._row.states:
                     # A fused kernel on an accelerator refuses a step counter on the CPU.
                     device = self.masters[name].device
-                    master_state["step"] = torch.tensor(float(num_updates), device=device)
-        self.num_updates = num_updates if state else 0
+                    count = float((counts or {}).get(name, num_updates))
+                    master_state["step"] = torch.tensor(count, device=device)
+        self.num_updates = num_updates
         self.round_masters()
 
     def num_state_bytes(self, *, on_host: bool = False) -> int:

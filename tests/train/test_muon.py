@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moemesh.checkpoint.stored import read_manifest
 from tests.train import runs
 
 MUON: dict[str, Any] = {
@@ -54,19 +55,28 @@ def test_a_run_resumes_under_other_plans(keys: dict[str, Any], tmp_path: Path) -
 
 @pytest.mark.representative("adamw")
 @pytest.mark.parametrize(
-    "other", [{}, {"train__optimizer": "sgd", "train__momentum": 0.9}], ids=["adamw", "sgd"]
+    "other",
+    [{}, {"train__optimizer": "sgd", "train__momentum": 0.9}, {"train__optimizer": "sgd"}],
+    ids=["adamw", "momentum", "sgd"],
 )
 def test_matrices_begin_with_new_moments_after_muon(other: dict[str, Any], tmp_path: Path) -> None:
     """AdamW has moments that Muon has for the other parameters only, and the reverse."""
     keys = MUON | {"train__validate_every": 0, "train__steps": 2}
+    changes = ["train.optimizer", *(["train.momentum"] if "train__momentum" in other else [])]
+    allowed = [word for key in changes for word in ("--allow-change", key)]
+    keys_after = keys | {"train__steps": 6, "train__optimizer": "adamw"} | other
     losses: list[list[float]] = []
-    for name, plan in {"one": {}, "many": {"plan__dp": 2, "plan__data": "zero3"}}.items():
+    # The second run stops in between: the new moments have fewer updates than the run.
+    many = {"plan__dp": 2, "plan__data": "zero3"}
+    for name, plan, stops in (("one", {}, ()), ("many", many, ("--stop-after", "4"))):
         runs.train(tmp_path / name, **keys)
-        again = keys | plan | {"train__steps": 4, "train__optimizer": "adamw"} | other
-        changes = ["train.optimizer", *(["train.momentum"] if other else [])]
-        words = runs.arguments(tmp_path / name, **again)
-        text = runs.said(*words, *(word for key in changes for word in ("--allow-change", key)))
-        assert "resumed from step 2" in text
+        words = runs.arguments(tmp_path / name, **keys_after | plan)
+        assert "resumed from step 2" in runs.said(*words, *allowed, *stops)
+        if stops:
+            runs.train(tmp_path / name, **keys_after)
         losses.append(runs.losses(runs.metrics(tmp_path / name)))
+        state = read_manifest(tmp_path / name / "checkpoints/step-6").state
+        assert state["updates"] == 6
+        assert set(state["updates_of"].values()) == (set() if other else {4})
     assert losses[0] == pytest.approx(losses[1], abs=1e-10)
-    assert len(losses[0]) == 4 and losses[0][3] < losses[0][2] < losses[0][1]
+    assert len(losses[0]) == 6 and losses[0][5] < losses[0][2] < losses[0][1]

@@ -41,11 +41,17 @@ def contents(
     parallel: RankModel, optimizer: Optimizer, state: Mapping[str, object], *, moments: bool = True
 ) -> tuple[list[Shard], dict[str, object]]:
     """The shards that this rank saves, which share memory with the tensors of the run, and `state`
-    with layout, moments and updates; without `moments` only weights and buffers."""
-    mesh = parallel.mesh
+    with layout, moments and updates; without `moments` only weights and buffers. All ranks call."""
+    mesh, updates, counts = parallel.mesh, optimizer.num_updates, dict[str, int]()
     shards = list(owned_shards(parallel, _weights(parallel, optimizer), "model.", saved=True))
     for kind, tensors in optimizer.state().items() if moments else ():
         shards += owned_shards(parallel, tensors, f"optimizer.{kind}.", saved=True)
+    if moments:
+        # The stages of an asynchronous schedule skip updates each for itself.
+        updates = gather_json(updates, mesh.control)[0]
+        others = {name: count for name, count in optimizer.counts().items() if count != updates}
+        for counts_of_rank in gather_json(others, mesh.control):
+            counts |= counts_of_rank
     if mesh["stage"].index == 0:
         shards += _buffers(parallel, saved=True)
     full_state = {
@@ -53,7 +59,9 @@ def contents(
         # For readers of the manifest; not needed for loading.
         "layout": {key: getattr(mesh.layout, key) for key in DEGREES},
         "moments": sorted(optimizer.kinds()),
-        "updates": optimizer.num_updates,
+        "updates": updates,
+        # Of the parameters with another number of updates than that.
+        "updates_of": counts,
     }
     return shards, full_state
 
@@ -100,7 +108,9 @@ def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> N
                     moments[kind][name] = moment
                     shards += parts
     checkpoint.load_into(shards + _buffers(parallel))
-    optimizer.load_state(moments, int(checkpoint.state["updates"]))
+    # Versions without "updates_of" counted the same number for all.
+    counts = checkpoint.state.get("updates_of", {})
+    optimizer.load_state(moments, int(checkpoint.state["updates"]), counts)
 
 
 class WeightSource(Protocol):
