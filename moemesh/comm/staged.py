@@ -33,19 +33,23 @@ class PendingWork:
         then: Callable[[], object] | None = None,
         ticket: Ticket | None = None,
     ) -> None:
-        self._works, self._kept, self._then, self._ticket = list(works), kept, then, ticket
+        self._works, self._kept, self._then, self.ticket = list(works), kept, then, ticket
 
     def wait(self) -> None:
         """Wait for the end of the operations."""
-        progress.waiting(self._ticket)
+        progress.waiting(self.ticket)
+        self.wait_aside()
+        if self.ticket is not None:
+            progress.left()
+
+    def wait_aside(self) -> None:
+        """Same as :meth:`wait`, in a thread whose waits the progress record does not show."""
         for work in self._works:
             work.wait()
         self._works.clear()
         if self._then is not None:
             self._then()
             self._then = None
-        if self._ticket is not None:
-            progress.left()
 
     def is_completed(self) -> bool:
         """Whether the operations are known to be over; of a message on gloo, only after a wait."""

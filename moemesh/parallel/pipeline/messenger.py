@@ -6,14 +6,18 @@ receive and those of a few later messages, not of all: each holds a buffer.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moemesh.comm.point_to_point import Channels
+from moemesh.comm.staged import PendingWork
+from moemesh.monitor import progress
 from moemesh.parallel.pipeline.program import Program, TensorSpec
 from moemesh.schedule.action import Message, Op, Schedule, messages, predecessor, successor
 
@@ -44,33 +48,69 @@ def message_specs(program: Program, producer: Op) -> list[TensorSpec]:
     return [spec for spec in program.output_specs(forward) if spec.dtype.is_floating_point]
 
 
+class Send(NamedTuple):
+    """A send on gloo. `done`: set after its end, or after the failure of it or of an earlier one;
+    `tensors`: its tensor, until then."""
+
+    work: PendingWork
+    tensors: list[Tensor]
+    done: threading.Event
+
+
 class Wire:
     """Sends and receives of one rank's channels. The storage of a send is held until the send is
-    complete. Gloo reports that only to a wait: there it is held until :meth:`flush`."""
+    complete. Gloo reports that only to a wait: there a thread waits for the sends of a step, one
+    after the other, and :meth:`flush` for the thread."""
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._sending: list[tuple[PendingWork, Tensor]] = []
+        #: Sends of the step for the thread; None ends it.
+        self._queue: SimpleQueue[Send | None] | None = None
+        self._started: deque[Send] = deque()
+        self._failure: BaseException | None = None
 
     def send(self, tensors: Sequence[Tensor], destination: int, kind: str) -> None:
         """Start to send the output of an operation of this kind."""
-        self._sending = [(work, x) for work, x in self._sending if not work.is_completed()]
         for x in tensors:
             x = x.contiguous()
             if x.numel():
                 work = self._channels.send(x, destination, phase=_phase(kind), caller="pipeline")
-                self._sending.append((work, x))
+                self.keep(work, x)
 
-    def keep(self, work: dist.Work, tensor: Tensor) -> None:
-        """Hold the storage of a send that another object has started."""
-        self._sending.append((work, tensor))
+    def keep(self, work: PendingWork, tensor: Tensor) -> None:
+        """Hold the storage of a send that was started, until its end."""
+        if not self._channels.tagged:
+            self._sending = [(work, x) for work, x in self._sending if not work.is_completed()]
+            self._sending.append((work, tensor))
+            return
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            # A daemon: if another rank has failed, its wait may never end.
+            threading.Thread(target=self._wait, args=(self._queue,), daemon=True).start()
+        send = Send(work, [tensor], threading.Event())
+        while self._started and self._started[0].done.is_set():
+            self._started.popleft()
+        self._started.append(send)
+        self._queue.put(send)
+
+    def _wait(self, sends: SimpleQueue[Send | None]) -> None:
+        """Wait for each send, and free its tensor."""
+        while (send := sends.get()) is not None:
+            try:
+                if self._failure is None:
+                    send.work.wait_aside()
+            except BaseException as error:
+                self._failure = error
+            send.tensors.clear()
+            send.done.set()
 
     def receive(
         self, specs: Sequence[TensorSpec], source: int, kind: str
-    ) -> tuple[list[Tensor], list[dist.Work]]:
+    ) -> tuple[list[Tensor], list[PendingWork]]:
         """Start to receive the output of an operation of this kind."""
         tensors: list[Tensor] = []
-        works: list[dist.Work] = []
+        works: list[PendingWork] = []
         for spec in specs:
             x = torch.empty(spec.shape, dtype=spec.dtype, device=self._channels.axis.device)
             if x.numel():
@@ -85,6 +125,16 @@ class Wire:
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
+        while self._started:
+            send = self._started.popleft()
+            progress.waiting(send.work.ticket)
+            send.done.wait()
+            if self._failure is not None:
+                raise self._failure
+            progress.left()
+        if self._queue is not None:
+            self._queue.put(None)
+            self._queue = None
 
 
 def _phase(kind: str) -> str:
@@ -114,7 +164,7 @@ class OrderedMessenger:
                 self._queues.setdefault(message.source, []).append(message)
         #: Number of posted receives, by source; receives that :meth:`take` awaits, by producer.
         self._num_posted = dict.fromkeys(self._queues, 0)
-        self._posted: dict[Op, tuple[list[Tensor], list[dist.Work]]] = {}
+        self._posted: dict[Op, tuple[list[Tensor], list[PendingWork]]] = {}
         #: Outputs for another stage of this rank.
         self._inbox: dict[Op, list[Tensor]] = {}
 
