@@ -26,7 +26,6 @@ from moemesh.model.seams import ScopeSums, SliceState
 from moemesh.model.transformer import ModelPart, Transformer
 from moemesh.ops.weight_gradient import deferral
 from moemesh.parallel.data.reducer import GradientReducer
-from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.program import (
     BackwardState,
@@ -230,11 +229,9 @@ class Pipeline:
             self._form = partial(SlicedProgram, lengths=slice_lengths)
         elif overlap_blocks and any(map(is_overlapped, schedule.orders[self.rank])):
             self._form = SteppedModelProgram
-            # In a cut graph the gradients of replicas would come in a segment after the home's own.
-            in_parts = [p for moe in replicated(model) for p in moe.experts.parameters()]
             # Embedding and head are read before and after every extra prediction layer.
             tables = [model.embedding, model.head] if model.config.num_mtp_layers else []
-            in_parts += [table.weight for table in tables if table is not None]
+            in_parts = [table.weight for table in tables if table is not None]
         #: Hooks before and after each operation, with the gradients that it completes.
         self.hooks = GradientHooks(
             schedule,
