@@ -8,8 +8,10 @@ import math
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import moemesh as mm
+from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import UserError
@@ -475,8 +478,24 @@ def mistake_on_rank_1(rank: int, folder: str) -> None:
         mm.save_checkpoint(folder, good, step=1 + rank)
     with pytest.raises(CheckpointError, match="different check_replicas, in rank order: False, T"):
         mm.save_checkpoint(folder, good, step=1, check_replicas=bool(rank))
+    # The first rank alone looks for the newest step, and warns of those that it skips.
+    fails = OSError(5, "Input/output error") if rank == 0 else AssertionError("another rank looks")
+    with (
+        patch.object(store, "latest", side_effect=fails),
+        pytest.raises(CheckpointError, match=r"rank 0: \[Errno 5\] Input/output error"),
+    ):
+        mm.load_checkpoint(folder)
     assert mm.load_checkpoint(folder, into) == {"w": into["w"], "n": 1}
     assert torch.equal(into["w"], weights)
+    if rank == 0:
+        (Path(folder) / "step-7").mkdir()
+        (Path(folder) / "step-7" / "manifest.json").write_text("{")
+    dist.barrier()
+    with (
+        warnings.catch_warnings(action="error"),
+        pytest.raises(CheckpointError, match="rank 0: UserWarning: checkpoint of step 7 skipped"),
+    ):
+        mm.load_checkpoint(folder, into)
 
 
 def test_a_mistake_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:

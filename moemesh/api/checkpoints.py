@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,7 +54,7 @@ def save_checkpoint(
     """
     axis = _axis(group)
     _refuse_different(axis, step=step, check_replicas=check_replicas)
-    with _on_all(axis):
+    with store.on_all(axis):
         place, number = place_of(folder), _step_number(step)
         leaves = _ProgramState(state).leaves()
         shards = [
@@ -94,22 +93,23 @@ def load_checkpoint(
     """
     axis = _axis(group)
     _refuse_different(axis, step=step, strict=strict, whole=state is None)
-    with _on_all(axis):
+    with store.on_all(axis):
         place = place_of(folder)
         number = None if step is None else _step_number(step)
     checkpoint, skipped = store.open_together(place, axis, number)
-    for number, why in skipped if axis.index == 0 else ():
-        warnings.warn(f"checkpoint of step {number} skipped: {why}", stacklevel=2)
+    with store.on_all(axis):  # a program may turn warnings into errors
+        for number, why in skipped if axis.index == 0 else ():
+            warnings.warn(f"checkpoint of step {number} skipped: {why}", stacklevel=2)
     if checkpoint is None:
         raise CheckpointError(f"{folder}: holds no checkpoint that can be read")
     saved = cast("dict[str, Any]", checkpoint.state.get("values", {}))
     if state is None:
-        with _on_all(axis):
+        with store.on_all(axis):
             tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
         return store.unflatten(saved | tensors)
     tensor_names = set(checkpoint.names())
     saved_names = saved.keys() | tensor_names
-    with _on_all(axis):
+    with store.on_all(axis):
         walk = _ProgramState(state)
         leaves = walk.leaves(checkpoint)
         if strict:
@@ -129,25 +129,10 @@ def load_checkpoint(
     if strict:
         names_of_ranks = set[str]().union(*gather_json(sorted(leaves), axis))
         _refuse_names(saved_names - names_of_ranks, f"{checkpoint.path} also holds")
-    with _on_all(axis):
+    with store.on_all(axis):
         checkpoint.load_into(shards)
         filled = walk.filled(leaves | saved)
     return filled
-
-
-@contextmanager
-def _on_all(axis: Axis) -> Iterator[None]:
-    """Raises CheckpointError on every rank of `axis` if the block raises on one of them."""
-    problem, cause = None, None
-    try:
-        yield
-    except Exception as error:
-        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-        problem, cause = f"{kind}{error}", error
-    try:
-        store.agree(problem, axis)
-    except CheckpointError as error:
-        raise error from cause
 
 
 def _refuse_different(axis: Axis, **arguments: object) -> None:

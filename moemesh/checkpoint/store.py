@@ -15,7 +15,8 @@ of an axis. The store is independent of layouts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -50,30 +51,50 @@ def open_together(
     CheckpointError on every rank when one rank cannot open it."""
     chosen, skipped = step, list[tuple[int, str]]()
     if step is None:
-        if axis.index == 0:
+
+        def choose() -> tuple[int | None, list[tuple[int, str]]]:
             newest = latest(folder, lambda *why: skipped.append(why), prefer_finite=prefer_finite)
-            chosen = newest.step if newest else None
-        chosen, pairs = gather_json([chosen, skipped], axis)[0]
+            return newest.step if newest else None, skipped
+
+        chosen, pairs = first_of(choose, axis)
         skipped = [(number, why) for number, why in pairs]  # JSON has lists
         if chosen is None:
             return None, skipped
-    checkpoint, problem = None, None
     assert chosen is not None
-    try:
+    with on_all(axis):
         checkpoint = open_checkpoint(folder, chosen, verify="sizes")
         if step is not None:  # for the newest, the lowest rank has checked all digests
             checkpoint.verify(axis.index, axis.size)
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    agree(problem, axis)
     return checkpoint, skipped
 
 
-def agree(problem: str | None, axis: Axis) -> None:
-    """Raise CheckpointError on all ranks when one of them has a problem."""
-    for rank, other in enumerate(gather_json(problem, axis)):
-        if other:
-            raise CheckpointError(f"rank {rank}: {other}" if axis.size > 1 else other)
+@contextmanager
+def on_all(axis: Axis) -> Iterator[None]:
+    """Raises CheckpointError on every rank of `axis` if the block raises on one of them, so that no
+    rank waits for it; the block contains no collective. On that rank the exception is the cause."""
+    problem, cause = None, None
+    try:
+        yield
+    except Exception as error:
+        cause = error
+        is_named = isinstance(error, (CheckpointError, OSError))
+        problem = str(error) if is_named else f"{type(error).__name__}: {error}"
+    for index, other in enumerate(gather_json(problem, axis)):
+        if other and axis.size == 1:
+            raise CheckpointError(other) from cause
+        if other:  # the supervisor of a run reports the failure of the rank that the facts name
+            facts = {"rank": axis.ranks[index]}
+            raise CheckpointError(f"rank {index}: {other}", facts) from cause
+
+
+def first_of(work: Callable[[], Any], axis: Axis) -> Any:
+    """The result of ``work()`` of the lowest rank of `axis`, as JSON, on every rank; the other
+    ranks run nothing. Raises CheckpointError on every rank if it raises."""
+    result = None
+    with on_all(axis):
+        if axis.index == 0:
+            result = work()
+    return gather_json(result, axis)[0]
 
 
 # Nested dicts and lists of a state as named leaves: tensors, parts of tensors, and values.

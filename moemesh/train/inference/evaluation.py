@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from moemesh.checkpoint import store
 from moemesh.checkpoint.retention import best_step
 from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import launch
-from moemesh.comm.collectives import barrier, gather_json
+from moemesh.comm.collectives import barrier
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.huggingface.adapters import is_adapter_folder
@@ -80,7 +81,7 @@ def open_checkpoint(mesh: Mesh, run: Path, *, best: bool) -> store.Checkpoint:
     """The newest readable checkpoint of a run, or its `best` one; all ranks get the same. Raises
     CheckpointError without one."""
     folder = checkpoints_of(run)
-    step = gather_json(best_step(folder), mesh.control)[0] if best else None
+    step = store.first_of(partial(best_step, folder), mesh.control) if best else None
     checkpoint, skipped = store.open_together(folder, mesh.control, step)
     if checkpoint is None:
         why = "".join(f"\n  step {step}: {reason}" for step, reason in skipped)

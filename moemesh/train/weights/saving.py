@@ -72,7 +72,12 @@ def newest(
     """The newest checkpoint that verifies, the same on every rank; None without any. One with
     non-finite numbers is used only if all have some. Raises CheckpointError if none verifies."""
     mesh = parallel.mesh
-    checkpoint, skipped = store.open_together(folder.checkpoints, mesh.control, prefer_finite=True)
+    try:
+        opened = store.open_together(folder.checkpoints, mesh.control, prefer_finite=True)
+    except CheckpointError as error:
+        # A file system or store that does not answer: the next start may succeed.
+        raise (error.__cause__ if isinstance(error.__cause__, OSError) else error) from None
+    checkpoint, skipped = opened
     if checkpoint is None and skipped:
         reasons = "\n".join(f"  step {number}: {why}" for number, why in skipped)
         raise CheckpointError(
