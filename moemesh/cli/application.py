@@ -184,13 +184,13 @@ def print_answer(
 def load(
     config: Path | None, overrides: list[str] | None, *, with_data: bool = False
 ) -> "Resolved":
-    """The configuration of a file and of --set. Its notes are printed to stderr, under torchrun
-    by rank 0 only.
+    """The configuration of a file and of --set. Its notes are printed to stderr, once for all
+    ranks.
 
     A rank of our launcher reads the configuration that the launcher has resolved. Raises
     ConfigError with every problem, with `with_data` SeveralErrors if the data has problems, too.
     """
-    from moemesh.comm.slurm import rank_of
+    from moemesh.comm.slurm import prints_notes, rank_of
     from moemesh.config.load import Resolved, UnresolvedError
     from moemesh.monitor.devices import FOLDER_VARIABLE, RESOLVED
     from moemesh.sharding.load_run import load_resolved, load_run
@@ -210,7 +210,7 @@ def load(
                 valid = with_vocabulary(valid)
             refuse_together([error, *data_errors(valid.config, config, error.broken)])
         raise
-    if "TORCHELASTIC_RUN_ID" not in os.environ or rank_of(os.environ) == 0:
+    if prints_notes(os.environ):
         for note in resolved.notes:
             print(f"moemesh: note: {note}", file=sys.stderr)
     if resolved.config.data.tokenizer != "bytes":

@@ -122,6 +122,12 @@ def rank_of(environment: Mapping[str, str]) -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
+def prints_notes(environment: Mapping[str, str]) -> bool:
+    """Whether this process prints the notes that all ranks have: it is rank 0 of any launcher or
+    has none, and it is not a rank of our own, which has printed them."""
+    return FOLDER_VARIABLE not in environment and rank_of(environment) == 0
+
+
 def tasks_per_node(text: str) -> list[int]:
     """Tasks of each node, from Slurm's short form.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from moemesh.cli.application import load
 from moemesh.comm.slurm import (
     RankError,
     SlurmError,
@@ -23,6 +24,9 @@ from moemesh.comm.slurm import (
     tasks_per_node,
 )
 from moemesh.config.jobs import ClusterJob
+from moemesh.monitor.devices import FOLDER_VARIABLE
+from moemesh.sharding.load_run import load_run
+from moemesh.train.weights import weight_sources
 from tests import commands
 from tests.train.runs import arguments, metrics, moemesh
 from tests.waiting import PATIENCE, until
@@ -288,3 +292,38 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.count("1 problem") == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "counts"),
+    [
+        ([{}], [1]),
+        ([{"RANK": str(rank), "TORCHELASTIC_RUN_ID": "x"} for rank in range(3)], [1, 0, 0]),
+        ([{"RANK": str(rank)} for rank in range(2)], [1, 0]),  # of an operator
+        ([{"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2"} for rank in range(2)], [1, 0]),
+        ([{"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "1"}], [1]),  # no rank of several
+        # The launcher of these ranks has printed the notes.
+        ([{"RANK": str(rank), FOLDER_VARIABLE: "gone"} for rank in range(2)], [0, 0]),
+    ],
+    ids=["alone", "torchrun", "operator", "srun", "one task", "moemesh"],
+)
+def test_one_rank_prints_each_note(
+    ranks: list[dict[str, str]],
+    counts: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    twice = ["plan.dp=1", "plan.dp=2"]
+    (tmp_path / "config.json").touch()  # for a folder of transformers
+    monkeypatch.setattr(weight_sources, "load_run", lambda files, keys: load_run([], twice))
+    for environment, count in zip(ranks, counts, strict=True):
+        with monkeypatch.context() as patched:
+            for name in ("RANK", FOLDER_VARIABLE, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
+                patched.delenv(name, raising=False)
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            load(None, twice)
+            assert capsys.readouterr().err.count("plan.dp is set twice") == count
+            weight_sources.config_of(tmp_path, [], prints_notes=True)
+            assert capsys.readouterr().err.count("plan.dp is set twice") == count

@@ -20,6 +20,7 @@ from moemesh.checkpoint.huggingface.logical import checked_tensors
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES, MANIFEST
 from moemesh.checkpoint.retention import best_step
 from moemesh.checkpoint.stored import candidates, read_manifest
+from moemesh.comm import slurm
 from moemesh.config.errors import ConfigError, Problem, found_by
 from moemesh.config.hub import local_folder
 from moemesh.config.huggingface.adapters import is_adapter_folder
@@ -57,11 +58,11 @@ Written = Literal["run", "folder", "adapter", "delta"]
 def config_of(source: Path, given: Sequence[str], *, prints_notes: bool = False) -> RunConfig:
     """The configuration for the use of the model in `source`: with its tokenizer, on one device,
     unless the overrides `given` (``plan.tp=2``) change that. Raises ConfigError with all
-    problems."""
+    problems. `prints_notes`: print its notes, once for all ranks."""
     if (source / CONFIG).exists() or is_adapter_folder(source):
         resolved = load_run([], [f"model.path={source}", *given])
         config = resolved.config
-        if prints_notes and "RANK" not in os.environ:  # our launcher prints them
+        if prints_notes and slurm.prints_notes(os.environ):
             for note in resolved.notes:
                 print(f"moemesh: note: {note}", file=sys.stderr, flush=True)
     elif (source / RUN_CONFIG).exists():
