@@ -19,6 +19,8 @@ from moemesh.config.suggest import nearest_run
 from moemesh.config.toml import is_number, unreadable
 from moemesh.trace.loads import read_loads
 
+#: Largest number of experts of a layer in a file, and of loads; a placement of more takes minutes.
+MOST_EXPERTS, MOST_LOADS = 2**14, 2**24
 #: Keys of loads and of a placement in a file.
 LOAD_KEYS = ("loads", "weight", "tokens_per_expert", "logical_count", "expert_load")
 PLACEMENT_KEYS = ("physical_to_logical",)
@@ -107,7 +109,19 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
     if table.ndim == 3 and keys is LOAD_KEYS:
         warn(f"{path}: loads of {len(table)} steps are summed")
         table = table.sum(axis=0)
-    return table[None] if table.ndim == 1 else table
+    table = table[None] if table.ndim == 1 else table
+    if keys is LOAD_KEYS and table.ndim == 2:
+        _refuse_large(path, *table.shape)
+    return table
+
+
+def _refuse_large(path: Path, num_layers: int, num_experts: int) -> None:
+    """Raise BalanceError for loads that no placement in reasonable time is for."""
+    if num_experts > MOST_EXPERTS or num_layers * num_experts > MOST_LOADS:
+        raise BalanceError(
+            f"{path}: {num_layers:,} layer(s) of {num_experts:,} experts: a layer may have "
+            f"{MOST_EXPERTS:,} experts, and a file {MOST_LOADS:,} loads"
+        )
 
 
 def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
@@ -243,9 +257,11 @@ def _named_columns(
             sums[layer, expert] = sums.get((layer, expert), 0.0) + load
     layer_ids = sorted({layer for layer, _ in sums})
     num_experts = 1 + max(expert for _, expert in sums)
-    table = np.array(
-        [[sums.get((layer, e), np.nan) for e in range(num_experts)] for layer in layer_ids]
-    )
+    _refuse_large(path, len(layer_ids), num_experts)
+    table = np.full((len(layer_ids), num_experts), np.nan)
+    row_of = {layer: row for row, layer in enumerate(layer_ids)}
+    for (layer, expert), load in sums.items():
+        table[row_of[layer], expert] = load
     summed = "summed over its rows" if len(rows) * len(rest) > len(sums) else "one row for each"
     text = f"{path}: {len(layer_ids)} layers of {num_experts} experts, {summed}"
     if missing := int(np.isnan(table).sum()):

@@ -370,6 +370,12 @@ def test_tables_of_other_shapes(text: str, loads: list, note: str, tmp_path: Pat
         ("layer,expert,count,share\n0,0,5,1\n", "there are count, share: keep one"),
         ("layer,expert,count\n0,zero,5\n", "names a layer or expert 'zero', no number"),
         ("layer,expert,count\n0,0\n", "row 0 has 2 cells, the header 3"),
+        ("layer,expert,count\n0,999999,5\n", "1,000,000 experts: a layer may have 16,384 experts"),
+        (
+            "layer,expert,count\n0,16383,5\n" + "".join(f"{n},0,5\n" for n in range(1025)),
+            "a file 16,777,216 loads",
+        ),
+        (",".join(["1"] * 16385), "16,385 experts: a layer may have 16,384 experts"),
     ],
 )
 def test_ambiguous_tables_are_refused(text: str, words: str, tmp_path: Path) -> None:
