@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moemesh.comm.mesh import Mesh
 from moemesh.config.data import DataConfig
 from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
@@ -19,9 +20,13 @@ from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.estimate import estimate_run
 from moemesh.planner.memory import RankMemory
 from moemesh.planner.traffic.ledger import predict_ledger
+from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.trace.memory_profile import MemoryProfile
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.optimizer import Optimizer
+from moemesh.train.post_validated import PostValidation
 from tests.parity.test_tuning import TUNINGS
-from tests.parity.training import keys_of, lines, model_of
+from tests.parity.training import Shape, build, keys_of, lines, microbatches, model_of, on_ranks_of
 from tests.twins.planned import SEQ_LEN, measure
 from tests.twins.predictions import assert_predicted
 
@@ -413,6 +418,32 @@ def test_parameters_that_do_not_train(model: str, plan: dict[str, Any], data: st
     choice, _, keys = model.removeprefix("train=").partition(" ")
     tuning = Tuning(**TUNINGS[choice])
     check(keys, plan, data, tuning=tuning, activations="spare_slots" not in plan)
+
+
+def snapshots_on_rank(mesh: Mesh, model_keys: dict[str, Any], plan_keys: dict[str, Any]) -> int:
+    """Bytes of a snapshot of the second step, whose norm is below the clip."""
+    config, plan = model_of(model_keys), Plan(**plan_keys)
+    shape, train = Shape(4, SEQ_LEN), TrainConfig(dtype="float32", steps=2, clip=1e6)
+    parallel = build(mesh, config, plan, shape, "float32")
+    steps = PostValidation(
+        parallel, Optimizer.of(parallel, train), train, lambda: False, arm_after=0
+    )
+    for number in (1, 2):
+        batches = microbatches(config, plan, shape, number, mesh)
+        steps.run(number, batches, TimelineRecorder(mesh.rank))
+    steps.flush()
+    return steps.snapshot_bytes
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_mtp_layers": 1}])
+def test_a_snapshot_has_the_biases_of_all_routers(keys: dict[str, Any]) -> None:
+    """Also of an extra prediction layer's."""
+    keys |= {"num_layers": 2, "router_score": "sigmoid", "router_selection_bias": True}
+    plan = keys_of(AFTER)
+    measured = on_ranks_of(model_of(keys), Plan(**plan), snapshots_on_rank, keys, plan)
+    sizes = {"seq_len": SEQ_LEN, "global_batch": 4, "dtype": "float32"}
+    for rank, size in enumerate(measured):
+        assert predict_memory(model_of(keys), Plan(**plan), **sizes, rank=rank).snapshots == size
 
 
 def test_uniform_routing_is_near_a_run() -> None:

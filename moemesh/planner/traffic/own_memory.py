@@ -98,7 +98,8 @@ def predict_states(
     biases = 0
     if model.router_selection_bias:
         # Selection biases of routers are whole on every rank of their stage.
-        layers = {index for stage in placement.stages(pp_rank) for index in placement.layers[stage]}
+        held = map(placement.layers_of, placement.stages(pp_rank))
+        layers = set(chain.from_iterable(held))
         biases = _BIAS * model.num_experts * sum(map(model.is_moe_layer, layers))
     versions = 1
     if schedule.update is not None:
