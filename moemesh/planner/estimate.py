@@ -272,11 +272,14 @@ class Estimate:
         flops: dict[str, Any] = {"tokens": tokens}
         for counted in (self.causal, self.full):
             name = counted.convention
+            # Weights below adapters have no gradient.
+            products = (counted.forward - counted.attention) * self.layout.adapters
+            training = counted.training - products
             flops |= {
                 f"{name}_forward_per_token": counted.forward,
-                f"{name}_training_per_token": counted.training,
-                f"{name}_hardware_per_token": hardware_flops(counted, self.layout.recompute),
-                f"{name}_step": counted.training * tokens,
+                f"{name}_training_per_token": training,
+                f"{name}_hardware_per_token": hardware_flops(self.shape, self.layout, name),
+                f"{name}_step": training * tokens,
             }
         crowded = None
         if self.worst_routing is not None:

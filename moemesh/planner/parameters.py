@@ -33,7 +33,7 @@ from functools import lru_cache, reduce
 from typing import Literal, NamedTuple
 
 from moemesh.planner.planned_layout import PlannedLayout
-from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.shapes.shape import LayerKind, ModelShape
 
 Convention = Literal["full", "causal"]
 
@@ -91,8 +91,7 @@ def core_flops(shape: ModelShape, seq_len: int, window: int, convention: Convent
 @dataclass(frozen=True, kw_only=True)
 class Flops:
     """FLOPs per token. `training` is 3 forwards; `attention` is the part of `forward` in attention
-    cores, `expert_gate_up` the part in the first products of routed experts; `mtp` is the forward
-    of all extra prediction layers, which no other figure includes."""
+    cores; `mtp` is the forward of all extra prediction layers, which no other figure includes."""
 
     convention: Convention
     forward: float
@@ -100,7 +99,6 @@ class Flops:
     attention: float
     head: float
     mtp: float
-    expert_gate_up: float
 
 
 def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flops:
@@ -116,8 +114,6 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
         kind = shape.mtp_kind
         core = core_flops(shape, seq_len, kind.window, convention)
         mtp = 4.0 * shape.hidden_size**2 + (2.0 * layer_matmul(shape, kind.moe) + core) + head
-    width = shape.experts_per_token * shape.expert_intermediate_size
-    gates = 2 if shape.gated else 1
     return Flops(
         convention=convention,
         forward=layers + head,
@@ -125,7 +121,6 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
         attention=cores,
         head=head,
         mtp=shape.num_mtp_layers * mtp,
-        expert_gate_up=shape.num_moe_layers * 2.0 * gates * shape.hidden_size * width,
     )
 
 
@@ -142,21 +137,84 @@ def training_flops(shape: ModelShape, seq_len: int, *, adapters: bool = False) -
     return flops.training + 3 * flops.mtp - adapters * products
 
 
-def hardware_flops(flops: Flops, recompute: frozenset[str] = frozenset()) -> float:
-    """FLOPs of one token that the device executes in training, recomputation included.
+def repeated_flops(
+    shape: ModelShape,
+    kind: LayerKind,
+    seq_len: int,
+    convention: Convention,
+    recompute: frozenset[str],
+) -> tuple[float, float]:
+    """FLOPs of one token that the backward of a layer repeats: in its attention, in its MLP. Norms
+    and activations have none.
 
-    Full recomputation adds a forward without the head (about 4 F in all). Recomputation of the
-    attention core adds one core, that of the routed experts their gate and up, two of three
-    products; other recomputed parts are not counted. FlashAttention recomputes QK^T in its
-    backward, half a core, which is always included.
+    "attention" repeats the core; "experts" the products of routed experts but the last, "moe" the
+    whole layer of experts; "mla_up" the expansion of MLA's low ranks; "operators" every second
+    product outside of experts.
     """
-    total = flops.training
+    core = core_flops(shape, seq_len, kind.window, convention)
+    if shape.counted:
+        return ("full" in recompute) * (2.0 * layer_matmul(shape, kind.moe) + core), 0.0
+    products = 2.0 * sum(attention_products(shape))
+    mlp = 2.0 * mlp_matmul(shape, kind.moe)
     if "full" in recompute:
-        total += flops.forward - flops.head
-    else:
-        total += flops.attention * ("attention" in recompute)
-        total += flops.expert_gate_up * ("experts" in recompute)
-    return total + 0.5 * flops.attention
+        return products + core, mlp
+    attention = core * ("attention" in recompute)
+    matrices, hidden = 3 if shape.gated else 2, 2.0 * shape.hidden_size
+    shared = hidden * matrices * shape.shared_intermediate_size * kind.moe
+    if "mla_up" in recompute:
+        expanded = shape.kv_lora_rank * (shape.qk_nope_head_dim + shape.v_head_dim)
+        expanded = expanded * shape.num_heads + shape.q_lora_rank * shape.query_width
+        attention += 2.0 * expanded
+    if "operators" in recompute:
+        attention += products / 2
+        return attention, (shared if kind.moe else mlp) / 2
+    if not kind.moe:
+        return attention, 0.0
+    if "moe" in recompute:
+        return attention, mlp
+    width = shape.experts_per_token * shape.expert_intermediate_size
+    repeated = hidden * (matrices - 1) * width * ("experts" in recompute)
+    return attention, repeated + shared * ("shared_expert" in recompute)
+
+
+def adapter_flops(shape: ModelShape, layout: PlannedLayout) -> float:
+    """Forward FLOPs of one token in the products with adapters."""
+    counts, mtp = count_parameters(shape), end_weights(shape)["mtp"]
+    experts = counts.experts + shape.num_mtp_layers * mtp.expert
+    dense = counts.total + counts.mtp - experts
+    active = experts * shape.experts_per_token / max(shape.num_experts, 1)
+    return 2.0 * (layout.trained_dense * dense + layout.trained_experts * active)
+
+
+def hardware_flops(shape: ModelShape, layout: PlannedLayout, convention: Convention) -> float:
+    """FLOPs of one token that the devices execute in training: those of extra prediction layers,
+    of adapters and of recomputation included.
+
+    Frozen weights have no gradient. FlashAttention repeats QK^T in its backward, a loss in chunks
+    the product of the head, an adapter its first product, about half of its forward.
+    """
+    flops, recompute = count_flops(shape, layout.seq_len, convention), layout.recompute
+    limit = layout.recompute_layers
+    share = 1.0 if limit is None else min(limit * layout.pp / shape.num_layers, 1.0)
+    is_flash = layout.attention_kernel in ("flash", "first_flash")
+    scores = is_flash * shape.query_head_dim / (shape.query_head_dim + shape.value_head_dim)
+    cores = repeated = 0.0
+    for kind, number in all_kinds(shape).items():
+        cores += number * core_flops(shape, layout.seq_len, kind.window, convention)
+        parts = repeated_flops(shape, kind, layout.seq_len, convention, recompute)
+        repeated += number * share * sum(parts)
+    total = (3 + scores) * cores + repeated
+    total += (2 if layout.adapters else 3) * (flops.forward + flops.mtp - cores)
+    if layout.loss == "chunked":
+        total += (1 + shape.num_mtp_layers) * flops.head
+    if layout.adapters:
+        total += (3.5 + share * ("full" in recompute)) * adapter_flops(shape, layout)
+    return total
+
+
+def all_kinds(shape: ModelShape) -> Counter[LayerKind]:
+    """Number of layers of each kind, extra prediction layers included."""
+    return Counter([*shape.kinds, *[shape.mtp_kind] * shape.num_mtp_layers])
 
 
 class WeightCounts(NamedTuple):

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moemesh.config.run import RunConfig
-from moemesh.planner.parameters import attention_products, core_flops, mlp_matmul, training_flops
+from moemesh.planner.parameters import (
+    all_kinds,
+    attention_products,
+    core_flops,
+    mlp_matmul,
+    repeated_flops,
+    training_flops,
+)
 from moemesh.planner.shapes.counted import shape_of
 from moemesh.trace import step_seconds as parts
 from moemesh.trace.ledger import Ledger
@@ -63,33 +70,29 @@ def predicted_seconds(
 
 
 def pass_flops(config: RunConfig) -> dict[str, float]:
-    """FLOPs of a step on an average rank by part. Recomputation is included, extra prediction
-    layers are not; the other way round for a counted model. Empty for a run that trains some of the
-    weights, or adapters of a packed base."""
+    """FLOPs of a step on an average rank by part, recomputation and extra prediction layers
+    included. Empty for a run that trains some of the weights, or adapters of a packed base."""
     shape, plan, seq_len = shape_of(config.model), config.plan, config.data.seq_len
     tokens = config.data.global_batch * seq_len / plan.world_size
-    adapters = config.trains_adapters
+    adapters, recompute = config.trains_adapters, plan.recomputed_parts
     if config.lora.is_packed or not (adapters or config.tuning.is_full):
         return {}
+    flops = dict.fromkeys((*parts.PASSES, parts.TOGETHER), 0.0)
     # Forward, gradient of the input, and gradient of the weight if it trains. Products with
     # adapters are narrow and not counted.
     passes = 2 if adapters else 3
     if shape.counted:
-        return {parts.TOGETHER: tokens * training_flops(shape, seq_len, adapters=adapters)}
-    #: Forwards that full recomputation adds.
-    repeated = "full" in plan.recomputed_parts
-    flops = dict.fromkeys(parts.PASSES, 0.0)
-    for kind, number in shape.kind_counts.items():
-        core = core_flops(shape, seq_len, kind.window, "causal")
-        attention = (passes + repeated) * 2.0 * sum(attention_products(shape))
-        attention += (3 + repeated) * core
-        attention += core * ("attention" in plan.recomputed_parts)
-        mlp = 2.0 * mlp_matmul(shape, kind.moe)
-        # Gate and up are two of an expert's three products.
-        gates = 2 / 3 * (kind.moe and "experts" in plan.recomputed_parts)
-        flops[parts.ATTENTION] += number * tokens * attention
-        flops[parts.EXPERTS if kind.moe else parts.DENSE_MLPS] += (
-            number * tokens * mlp * (passes + repeated + gates)
-        )
-    flops[parts.HEAD] = tokens * passes * 2.0 * shape.hidden_size * shape.vocab_size
-    return {part: amount for part, amount in flops.items() if amount}
+        flops[parts.TOGETHER] = training_flops(shape, seq_len, adapters=adapters)
+    else:
+        ahead, hidden = shape.num_mtp_layers, shape.hidden_size
+        heads = (1 + ahead) * shape.vocab_size + ahead * 2 * hidden
+        flops[parts.HEAD] = passes * 2.0 * hidden * heads
+    for kind, number in all_kinds(shape).items():
+        attention, mlp = repeated_flops(shape, kind, seq_len, "causal", recompute)
+        if not shape.counted:
+            core = core_flops(shape, seq_len, kind.window, "causal")
+            attention += passes * 2.0 * sum(attention_products(shape)) + 3 * core
+            mlp += passes * 2.0 * mlp_matmul(shape, kind.moe)
+        flops[parts.TOGETHER if shape.counted else parts.ATTENTION] += number * attention
+        flops[parts.EXPERTS if kind.moe else parts.DENSE_MLPS] += number * mlp
+    return {part: tokens * amount for part, amount in flops.items() if amount}

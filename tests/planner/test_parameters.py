@@ -19,6 +19,7 @@ from moemesh.planner.parameters import (
     layer_weights,
     training_flops,
 )
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import gpt, load_model
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
 from tests.planner.closed_forms import gpt_iteration, gpt_parameters
@@ -141,24 +142,56 @@ def test_published_rates(name: str, convention: str, printed: str) -> None:
 def test_gpt_closed_form_of_flops(layers: int, hidden: int, heads: int, recompute: bool) -> None:
     """72 B s L h^2 (1 + s/(6h) + V/(12Lh)); 96 and V/(16Lh) with full recomputation."""
     seq, batch, vocab = 2048, 7, 51200
-    flops = count_flops(gpt(layers, hidden, heads, vocab), seq, "full")
     parts = frozenset({"full"}) if recompute else frozenset[str]()
     # Megatron's kernels keep the scores: no product of FlashAttention's backward.
-    per_token = hardware_flops(flops, parts) - flops.attention / 2
+    layout = PlannedLayout(
+        seq_len=seq, global_batch=1, attention_kernel="fused", loss="fused", recompute=parts
+    )
+    per_token = hardware_flops(gpt(layers, hidden, heads, vocab), layout, "full")
     closed = gpt_iteration(batch, seq, layers, hidden, vocab, recompute=recompute)
     assert per_token * batch * seq == pytest.approx(closed, rel=1e-12)
 
 
-def test_selective_recomputation_adds_one_core() -> None:
-    flops = count_flops(gpt(4, 64, 4), 128, "full")
-    recomputed = hardware_flops(flops, frozenset({"attention"}))
-    assert recomputed - hardware_flops(flops) == flops.attention
+@pytest.mark.parametrize(
+    ("parts", "forwards"),
+    [
+        ({"attention"}, {"core": 1}),
+        ({"mla_up"}, {"up": 1}),
+        ({"experts"}, {"routed": 2 / 3}),
+        ({"shared_expert"}, {"shared": 1}),
+        ({"moe"}, {"routed": 1, "shared": 1, "router": 1}),
+        ({"moe", "experts", "norm"}, {"routed": 1, "shared": 1, "router": 1}),
+        ({"operators"}, {"products": 1 / 2, "shared": 1 / 2, "dense": 1 / 2}),
+    ],
+)
+def test_repeated_parts(parts: set[str], forwards: dict[str, float]) -> None:
+    """Of two dense and two expert layers of DeepSeek-V3, 4096 tokens."""
+    shape = load_model("deepseek-v3").shape
+    shape = shape.changed(num_layers=4, moe_layers=(2, 3), num_mtp_layers=0)
+    layout = PlannedLayout(seq_len=4096, global_batch=1, recompute=frozenset(parts))
+    h, heads = 7168, 128
+    up = 1536 * heads * 192 + 512 * heads * (128 + 128)
+    each = {
+        "core": 4 * core_flops(shape, 4096, 0, "full"),
+        "up": 4 * 2 * up,
+        "products": 4 * 2 * (h * (1536 + 512 + 64) + up + heads * 128 * h),
+        "routed": 2 * 2 * 3 * h * 8 * 2048,
+        "shared": 2 * 2 * 3 * h * 2048,
+        "router": 2 * 2 * h * 256,
+        "dense": 2 * 2 * 3 * h * 18432,
+    }
+    more = hardware_flops(shape, layout, "full")
+    more -= hardware_flops(shape, layout.changed(recompute=frozenset()), "full")
+    assert more == pytest.approx(sum(each[part] * share for part, share in forwards.items()))
 
 
 def test_flash_attention_computes_half_a_core_more() -> None:
-    """3.5 forwards of the core in all, of which model FLOPs count 3."""
-    flops = count_flops(gpt(4, 64, 4), 128, "full")
-    assert hardware_flops(flops) - flops.training == flops.attention / 2
+    """3.5 forwards of the core in all, of which model FLOPs count 3; of a loss in chunks, 4 of the
+    head."""
+    shape, layout = gpt(4, 64, 4), PlannedLayout(seq_len=128, global_batch=1)
+    flops = count_flops(shape, 128, "full")
+    more = hardware_flops(shape, layout, "full") - flops.training
+    assert more == flops.attention / 2 + flops.head
 
 
 def test_windows() -> None:

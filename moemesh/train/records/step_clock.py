@@ -52,8 +52,10 @@ class StepClock:
                 self._watch(layer.attention, parts.ATTENTION)
                 self._watch(layer.feed_forward, parts.EXPERTS if is_moe else parts.DENSE_MLPS)
         if model.norm is not None:
-            # The head follows the last norm; it has no module of its own.
-            model.norm.register_forward_pre_hook(partial(self._begin, parts.HEAD))
+            # A head follows the norm after the last layer, and that after each extra prediction
+            # layer; it has no module of its own.
+            for norm in (model.norm, *model.ahead_norms.values()):
+                norm.register_forward_pre_hook(partial(self._begin, parts.HEAD))
             model.register_forward_hook(self._end_of_losses)
         progress.on_wait(self._waited)
 
