@@ -6,11 +6,12 @@ additional row for the phases of its steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from moemesh.config.errors import UserError
 from moemesh.config.limits import parse_json
 from moemesh.trace.timeline import WorkRecord
 
@@ -108,45 +109,55 @@ class Profile:
 def read_profile(folder: Path) -> Profile:
     """The profile in `folder`, written by the ranks of a run.
 
-    Raises ValueError without a profile or for malformed JSON, OSError for a missing trace, KeyError
-    for a missing key.
+    Raises UserError without a profile, and for a missing, truncated or foreign file.
     """
-    notes = [_object(path) for path in sorted(folder.glob("rank-*.notes.json"))]
-    if not notes:
-        raise ValueError(f"{folder} holds no profile of a rank")
-    first = notes[0]
-    ranks: list[RankProfile] = []
-    for note in notes:
-        offset = None
-        if note["boot"] != first["boot"]:
-            offset = offset_of(first["readings"], note["readings"])
-        trace = _object(folder / str(note["trace"]))
-        ahead = offset.seconds if offset else 0.0
-        event_shift = int(trace.get("baseTimeNanoseconds", 0)) / 1e3 - ahead * 1e6
-        events: list[Event] = []
-        for event in cast("list[Event]", trace["traceEvents"]):
-            # Spans of the profiler itself have a text as their process.
-            if event.get("ph") == "X" and isinstance(event.get("pid"), int):
-                events.append({**event, "ts": float(event["ts"]) + event_shift})
-        # Seconds from the rank's monotonic clock, on which phases are, to the common clock, which
-        # is the time of the first rank since the epoch.
-        phase_shift = float(note["epoch_minus_monotonic"]) - ahead
-        phases = [WorkRecord.from_json(record) for record in note["phases"]]
-        ranks.append(
-            RankProfile(
-                rank=int(note["rank"]),
-                host=str(note["host"]),
-                events=events,
-                phases=[
-                    replace(phase, start=phase.start + phase_shift, end=phase.end + phase_shift)
-                    for phase in phases
-                ],
-                plain=[WorkRecord.from_json(record) for record in note.get("plain", ())],
-                waited=note.get("waited"),
-                offset=offset,
-            )
-        )
-    return Profile(ranks=ranks, num_steps=int(first["num_steps"]))
+    paths = sorted(folder.glob("rank-*.notes.json"))
+    if not paths:
+        raise UserError(f"{folder} holds no profile of a rank")
+    notes: list[dict[str, Any]] = []
+    ranks, num_steps = list[RankProfile](), 0
+    for path in paths:
+        try:
+            notes.append(_object(path))
+            ranks.append(_rank_profile(folder, notes[-1], notes[0]))
+            num_steps = int(notes[0]["num_steps"])
+        except (OSError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else error
+            message = f"{path} and its trace are no profile of a rank: {reason}"
+            raise UserError(f"{message}\nfix: profile the run again") from error
+    return Profile(ranks=ranks, num_steps=num_steps)
+
+
+def _rank_profile(folder: Path, note: Mapping[str, Any], first: Mapping[str, Any]) -> RankProfile:
+    """The profile of the rank with these notes, on the clock of the `first` rank."""
+    offset = None
+    if note["boot"] != first["boot"]:
+        offset = offset_of(first["readings"], note["readings"])
+    trace = _object(folder / str(note["trace"]))
+    ahead = offset.seconds if offset else 0.0
+    event_shift = int(trace.get("baseTimeNanoseconds", 0)) / 1e3 - ahead * 1e6
+    events: list[Event] = []
+    for event in cast("list[Event]", trace["traceEvents"]):
+        # Spans of the profiler itself have a text as their process.
+        if event.get("ph") == "X" and isinstance(event.get("pid"), int):
+            start, length = float(event["ts"]) + event_shift, float(event["dur"])
+            events.append({**event, "name": str(event["name"]), "ts": start, "dur": length})
+    # Seconds from the rank's monotonic clock, on which phases are, to the common clock, which
+    # is the time of the first rank since the epoch.
+    phase_shift = float(note["epoch_minus_monotonic"]) - ahead
+    phases = [WorkRecord.from_json(record) for record in note["phases"]]
+    return RankProfile(
+        rank=int(note["rank"]),
+        host=str(note["host"]),
+        events=events,
+        phases=[
+            replace(phase, start=phase.start + phase_shift, end=phase.end + phase_shift)
+            for phase in phases
+        ],
+        plain=[WorkRecord.from_json(record) for record in note.get("plain", ())],
+        waited=note.get("waited"),
+        offset=offset,
+    )
 
 
 def _object(path: Path) -> dict[str, Any]:

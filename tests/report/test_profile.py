@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from moemesh.config.errors import UserError
 from moemesh.report.verdict import MARK, pauses_of, verdict
 from moemesh.trace.profile import Profile, RankProfile, offset_of, read_profile
 from moemesh.trace.timeline import WorkRecord
@@ -153,6 +154,35 @@ def test_ranks_of_one_machine_share_a_clock(tmp_path):
     assert read_profile(tmp_path).ranks[1].offset is None
     with pytest.raises(ValueError, match="no profile"):
         read_profile(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("replaced", "by", "message"),
+    [
+        # Notes of rank 0.
+        ('"host": "h0", "boot": "a", ', "", "no 'boot'"),
+        ('"trace": "rank-00000.json"', '"trace": "gone.json"', "No such file"),
+        ('"num_steps": 1', '"num_steps": "many"', "many"),
+        ('"readings": [[', '"readings": [[null, ', "no profile"),
+        # The trace of rank 1.
+        ('"traceEvents"', '"events"', "no 'traceEvents'"),
+        ('"dur": 100', '"length": 100', "no 'dur'"),
+        ('"ts": 3000000.0', '"ts": "soon"', "soon"),
+        ('"baseTimeNanoseconds": 2000000000', '"baseTimeNanoseconds": []', "no profile"),
+        ('[{"ph": "X"', '[7, {"ph": "X"', "no profile"),
+        ("}", "", "no profile"),
+    ],
+)
+def test_foreign_files_are_named(tmp_path, replaced, by, message):
+    first, second = exchanges(0.0)
+    write_rank(tmp_path, 0, "a", first, 5e6)
+    write_rank(tmp_path, 1, "b", second, 5e6)
+    paths = [tmp_path / name for name in ("rank-00000.notes.json", "rank-00001.json")]
+    path = next(path for path in paths if replaced in path.read_text())
+    path.write_text(path.read_text().replace(replaced, by))
+    with pytest.raises(UserError, match=message) as caught:
+        read_profile(tmp_path)
+    assert "notes.json and its trace" in str(caught.value)
 
 
 def profiled(tmp_path, *plan):
