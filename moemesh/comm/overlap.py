@@ -84,7 +84,8 @@ def overlapped_exchange(
 ) -> Pending[Tensor]:
     """Start `there`; `wait()` returns the rows. Backward: `back`, its transpose, also asynchronous.
 
-    `wait()` must be called exactly once, and all ranks must start and wait in the same order.
+    `wait()` or `abandon()` must be called exactly once, and all ranks must start and wait in the
+    same order.
     """
 
     def coded(x: Tensor, /, *, phase: str) -> Callable[[], Tensor]:
@@ -94,7 +95,8 @@ def overlapped_exchange(
         return lambda: codec.decode(end(), width, dtype)
 
     ends: Ends = []
-    started = Started(_Start.apply(x, there if codec is None else coded, ends))
+    place = _Start.apply(x, there if codec is None else coded, ends)
+    started = Started(place, lambda: ends.pop()())
     return Pending(lambda: _Finish.apply(started.take(), back, ends), (started,))
 
 

@@ -15,9 +15,11 @@ U = TypeVar("U")
 @dataclass
 class Started:
     """A pending exchange. `place`: a tensor that represents its result in autograd's graph. Until
-    the wait, it can be replaced by a leaf, which cuts the graph there."""
+    the wait, it can be replaced by a leaf, which cuts the graph there. `end` waits for the rows
+    outside of the graph."""
 
     place: Tensor
+    end: Callable[[], object]
     is_waited: bool = False
 
     def take(self) -> Tensor:
@@ -28,7 +30,8 @@ class Started:
 
 @dataclass(frozen=True)
 class Pending(Generic[T]):
-    """:meth:`wait`, called exactly once, returns the value; `exchanges`: those it waits for."""
+    """:meth:`wait` returns the value; it or :meth:`abandon` is called exactly once. `exchanges`:
+    those it waits for."""
 
     wait: Callable[[], T]
     exchanges: tuple[Started, ...] = ()
@@ -37,6 +40,14 @@ class Pending(Generic[T]):
     def ready(value: T) -> Pending[T]:
         """A value that needs no waiting."""
         return Pending(lambda: value)
+
+    def abandon(self) -> None:
+        """Let the exchanges end without a value. If a message were dropped instead, its receiver
+        would take the next one of the same tag for it, or wait for ever."""
+        for started in self.exchanges:
+            if not started.is_waited:
+                started.take()
+                started.end()
 
     def then(self, function: Callable[[T], U]) -> Pending[U]:
         """`function` of the value, computed by the wait."""

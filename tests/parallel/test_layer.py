@@ -162,7 +162,7 @@ def train(rank: int, way: str, scope: str, dispatcher: str, options: dict[str, A
 PAIR: dict[str, Any] = {"sizes": (2, 2)}
 WAYS = [
     ("fsdp2", "global", "all_to_all", {"clip": "moemesh", "dispatch_chunks": 2}),
-    ("replicas", "sequence", "all_to_all", {"recompute": True}),
+    ("replicas", "sequence", "hierarchical", {"recompute": True, "dispatch_chunks": 2}),
     ("sum", "global", "low_latency", {"sizes": (0, 1, 5, 2)}),
     ("ddp unused", "sequence", "auto", PAIR | {"clip": "by hand"}),
 ]

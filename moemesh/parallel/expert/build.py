@@ -11,13 +11,14 @@ from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.config.layout import shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
 from moemesh.model.experts import Experts
 from moemesh.model.moe import ExpertExchange, RoutedTokens
 from moemesh.model.seams import Flow
@@ -51,25 +52,33 @@ def exchange_in_chunks(
     xs, weights, choices = (part.split(sizes) for part in tokens)
     # All plans are made before rows are sent: their exchanges would queue after the rows.
     plans = flow.once(dispatcher.plan_chunks, choices, is_complete=is_complete)
-    rows = [flow.start(dispatcher.dispatch, xs[0], weights[0], plans[0])]
-    waiting = [
-        (flow.cut(x), flow.cut(weight), plan)
-        for x, weight, plan in zip(xs[1:], weights[1:], plans[1:], strict=True)
-    ]
-    result = None if meanwhile is None else meanwhile()
-    flow.pause()
-    deferred, leaving = None, list[Pending[Tensor]]()
-    for chunk, plan in enumerate(plans):
-        # Each chunk is computed after the dispatch of the next one has started.
-        rows += [dispatcher.dispatch(*following) for following in waiting[chunk : chunk + 1]]
-        if deferred is None and defers:
-            # Created between the start and the end of dispatches, so that these gradients are
-            # computed while those of tokens travel back.
-            deferred = defer(experts.weights)
-        y_RH = experts(rows[chunk].wait(), deferred)
-        leaving.append(flow.start(flow.unread, dispatcher.combine, y_RH, plan, sizes[chunk]))
-    flow.pause()
-    return torch.cat([pending.wait() for pending in leaving]), result
+    rows, leaving = list[Pending[DispatchedRows]](), list[Pending[Tensor]]()
+    try:
+        rows += [flow.start(dispatcher.dispatch, xs[0], weights[0], plans[0])]
+        waiting = [
+            (flow.cut(x), flow.cut(weight), plan)
+            for x, weight, plan in zip(xs[1:], weights[1:], plans[1:], strict=True)
+        ]
+        result = None if meanwhile is None else meanwhile()
+        flow.pause()
+        deferred = None
+        for chunk, plan in enumerate(plans):
+            # Each chunk is computed after the dispatch of the next one has started.
+            rows += [dispatcher.dispatch(*following) for following in waiting[chunk : chunk + 1]]
+            if deferred is None and defers:
+                # Created between the start and the end of dispatches, so that these gradients are
+                # computed while those of tokens travel back.
+                deferred = defer(experts.weights)
+            y_RH = experts(rows[chunk].wait(), deferred)
+            leaving.append(flow.start(flow.unread, dispatcher.combine, y_RH, plan, sizes[chunk]))
+        flow.pause()
+        return torch.cat([pending.wait() for pending in leaving]), result
+    except _StopRecomputationError:
+        # torch.utils.checkpoint ends a recomputation, on all ranks at the same point, as soon as
+        # it has the tensors that the backward reads. Exchanges may still be in flight.
+        for pending in (*rows, *leaving):
+            pending.abandon()
+        raise
 
 
 def overlapped(num_chunks: int = 1, *, defers: bool = True) -> ExpertExchange:
