@@ -216,6 +216,18 @@ def share_state(rank: int, state: dict[str, Tensor]) -> Any:
         assert torch.equal(model(x)[0], first) and not torch.equal(twin(x)[0], first)
     with pytest.raises(RuntimeError, match=r"moe.experts.down: the state has \[2, 8, 12\], the"):
         model.load_state_dict(state | {"moe.experts.down": state["moe.experts.down"][:2]})
+    # Layers with the same experts: the gradient is summed over replicas once.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
+    pair = [build(group=mesh, gradients="sum").moe for _ in range(2)]
+    pair[1].experts = pair[0].experts
+    weight = pair[0].experts.down
+    weight.grad = torch.ones_like(weight)
+    for layer in (*pair, pair[0]):
+        layer.sync_expert_gradients()
+        assert weight.grad.eq(2).all()
+    weight.grad += 1
+    pair[0].sync_expert_gradients()
+    assert weight.grad.eq(6).all()
     with pytest.raises(LayerError, match=r"\[\[3, 1\], \[0, 2\]\] would hold other experts"):
         build(group=DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]])))
     with pytest.raises(RuntimeError, match=r"Missing key.*moe\.experts\.down"):
@@ -243,6 +255,7 @@ def odd_calls(rank: int) -> None:
         y, aux = layer(x)
         (y.sum() + aux.loss).backward()
         assert y.shape == x.shape and aux.counts.sum() == sizes[rank] * TOP_K
+        assert not y._is_view()  # `y += x` would drop hooks of FSDP2 on a view
     # bfloat16 by autocast and by an input, fp32 weights; then a layer of bfloat16.
     x = torch.randn(2, 3, HIDDEN)
     with torch.autocast("cpu", torch.bfloat16):

@@ -392,3 +392,4 @@ def test_a_double_layer_has_double_losses_with_padding() -> None:
     torch.testing.assert_close(
         layer(x[:3], valid[:3])[1].loss, layer(x[:3])[1].loss, rtol=1e-14, atol=0
     )
+    assert layer(x[:0], valid[:0])[1].loss == 0

@@ -519,7 +519,8 @@ class MoELayer(nn.Module):
                 training=self.training,
             )
             y_TH, auxiliary = functional_call(self._block[0], tensors, (x_TH, context))
-        return y_TH.view(x.shape), auxiliary
+        # No view: `y += x` on a view would drop the hooks that FSDP2 adds to the results.
+        return torch.ops.aten._unsafe_view(y_TH, x.shape), auxiliary
 
     @torch.no_grad()
     def update_selection_bias(self, counts: Tensor) -> None:

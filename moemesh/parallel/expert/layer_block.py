@@ -170,7 +170,7 @@ class LayerBlock(MoE):
         elif context.valid_T is None:
             scale = 1 / max(context.num_sequences, 1)
         else:
-            routed_B = context.valid_T.view(context.num_sequences, -1).any(1)
+            routed_B = context.valid_T.view(context.num_sequences, context.length).any(1)
             scale = routed_B.sum().clamp(min=1).to(routing.logits_TE.dtype).reciprocal()
         # Each loss alone, with the coefficient of the other one set to 0.
         balance_loss, z_loss = (

@@ -98,8 +98,13 @@ class Spread(nn.Module):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                     _Mark(self.ranks)(parameter)
-                all_reduce_(parameter.grad, replicas, caller="moe.sync", phase="backward")
-                parameter.grad /= replicas.size if mean else 1
+                gradient = parameter.grad
+                # Layers with the same experts call once each: the sum must not be summed again.
+                if getattr(gradient, "version_of_sum", None) == gradient._version:
+                    continue
+                all_reduce_(gradient, replicas, caller="moe.sync", phase="backward")
+                gradient /= replicas.size if mean else 1
+                gradient.version_of_sum = gradient._version
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
         return copy_sharing(self, memo, self.ranks)
