@@ -371,7 +371,9 @@ def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     totals = [bars.by_axis_and_phase(run.ledgers, steps=run.ledger_steps) for run in runs]
     keys = sorted({*chain(*totals)})
     if not keys:
-        return Chapter(missing="No run has a ledger.json.")
+        has_ledger = any(run.ledgers for run in runs)
+        nothing = "No rank of a run sent anything to another."
+        return Chapter(missing=nothing if has_ledger else "No run has a ledger.json.")
     sent = [{key: total.get(key, 0.0) for key in keys} for total in totals]
     caption = "Bytes sent in one step by all ranks"
     return _differences(caption, ("Axis", "Phase"), names, sent, format_bytes)

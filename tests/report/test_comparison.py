@@ -75,7 +75,11 @@ def test_runs_with_little_in_them(tmp_path, runs):
     (empty / "config.toml").write_text(CONFIG)
     Document(read(page.write_comparison(runs[0], empty)))
     text = read(page.write_comparison(empty, empty))
-    assert "Every key has the same value." in text and "No run has" in text
+    assert "Every key has the same value." in text and "No run has a ledger.json." in text
+    alone = {"steps": 3, "ranks": [{"rank": 0, "entries": []}]}
+    (empty / "ledger.json").write_text(json.dumps(alone))
+    text = read(page.write_comparison(empty, empty))
+    assert "No rank of a run sent anything" in text and "No run has a ledger.json." not in text
     with pytest.raises(RunError):
         page.write_comparison(runs[0], tmp_path / "none")
 
