@@ -404,7 +404,7 @@ def advise(search: SearchSpace, best: int, fastest: int) -> Advice:
         waits = {name: parts[name] for name in parts if name not in _WORK}
         name = max(waits, key=lambda part: waits[part])
         share = waits[name] / seconds
-        binding = f"not memory: {name} takes {share:.1%} of a step besides computing"
+        binding = f"not memory: {name} takes {share:.1%} of a step{whose} besides computing"
     # Layouts that are faster than all that fit, in the order of the memory that they lack. Of those
     # with a lower bound, at most 50 are priced for each one to compare.
     too_large = np.flatnonzero((search.bounds < seconds) & (search.needed > search.capacity))
