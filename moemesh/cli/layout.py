@@ -60,7 +60,7 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
     seq_len, global_batch = request.seq_len, request.global_batch
     if plan is None:
         if others := ", ".join(given(request, "model", "seq_len", "global_batch")):
-            raise typer.BadParameter(f"{others} goes with --plan")
+            raise typer.BadParameter(f"{others} goes with --plan; fix: --plan dp=2")
         from moemesh.sharding.load_run import load_run
 
         run = load_run([request.config] if request.config else [], request.overrides or []).config

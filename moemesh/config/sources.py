@@ -24,6 +24,8 @@ from moemesh.config.suggest import alias_hint, nearest_choice, nearest_path, nea
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
+#: What separates several keys in one text.
+_KEYS_IN_ONE = re.compile(rf"[,;\s]\s*(?=(?:{'|'.join(SECTIONS)})\.\w+\s*=)")
 #: Endings of the names of data files.
 _ENDINGS = (".txt", *DATA_ENDINGS)
 #: Files in the folder of a run: its configuration, its plan, and the records of its starts.
@@ -279,9 +281,15 @@ def read_text(path: Path) -> str:
         else:
             fix = "" if path.exists() else nearest_path(path, lambda file: file.suffix == ".toml")
         if path.name == RUN_CONFIG and path.parent.is_dir():
-            fix = nearest_run(path.parent) or "a TOML file, or the folder of a run"
-        if re.match(r"\w+\.\w+=", str(path)):
-            fix = f"--set {shlex.quote(str(path))}"
+            fix = nearest_run(path.parent) or (
+                "a TOML file, or the folder of a run; a folder of texts is "
+                f"--set data.path={shlex.quote(str(path.parent))}"
+            )
+        if (given := re.match(r"(\w+\.)?(\w+)=", str(path))) is not None:
+            sections = ("",) if given[1] else sections_with(given[2])
+            if len(sections) == 1:
+                name = ".".join(filter(None, (sections[0], str(path))))
+                fix = f"--set {shlex.quote(name)}"
         problem = Problem.of("no-file", str(path), None, message, fix)
     except UnicodeDecodeError as error:
         problem = Problem.of("syntax", str(path), None, unreadable(error))
@@ -335,6 +343,10 @@ def read_overrides(overrides: Sequence[str]) -> ConfigSource:
             problems.append(_not_a_section(key, Leaf(value=raw, origin=origin)))
         elif isinstance(value := parse_value(raw.strip(), key, origin), Problem):
             problems.append(value)
+        elif value == raw.strip() and len(several := _KEYS_IN_ONE.split(text.strip())) > 1:
+            fix = " ".join(f"--set {shlex.quote(one.strip())}" for one in several)
+            leaf = Leaf(value=value, origin=origin)
+            problems.append(leaf.problem("syntax", key, "a --set holds one key", fix))
         else:
             if key in leaves and leaves[key].value != value:
                 notes.append(f"{key} is set twice: {origin} counts, not {leaves[key].origin}")

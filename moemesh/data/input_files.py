@@ -309,8 +309,8 @@ def check_head(file: DataFile) -> None:
     if content is not None:
         advice = REMEDIES.get(
             content,
-            "leave it out (a pattern such as FOLDER/*.txt chooses files), or train on bytes as "
-            'they are with data.format = "bytes"',
+            "leave it out (a pattern such as FOLDER/**/*.md chooses files of a folder and its "
+            'folders), or train on bytes as they are with data.format = "bytes"',
         )
         names = {"FILE": shlex.quote(str(path)), "NEW": shlex.quote(f"utf8-{path.name}")}
         advice = re.sub(r"\b(FILE|NEW)\b", lambda word: names[word[0]], advice)
