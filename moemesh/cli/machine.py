@@ -113,7 +113,7 @@ def links_text(result: dict[str, Any]) -> str:
 #: (lowest rate of one device in one direction, bytes/s; kind of links) inside a node and between
 #: nodes.
 _INSIDE = (
-    (100e9, "NVLink or NVSwitch, direct from device to device"),
+    (100e9, "NVLink, Infinity Fabric or their like, from device to device"),
     (10e9, "PCIe, shared with the host and its cards"),
     (0.0, "slower than PCIe: through the host's memory or loopback"),
 )

@@ -100,3 +100,29 @@ def test_a_unit_of_another_quantity_is_no_fix(
     with pytest.raises(ConfigError) as error:
         load_cluster(tmp_path / "mine.toml")
     assert error.value.problems[0].fix == fix
+
+
+@pytest.mark.parametrize(
+    ("source", "mebibytes"),
+    [
+        ("8xL40S", 46068),
+        ("4x NVIDIA L40S 48GB", 46068),
+        ("g6.48xlarge", 23034),
+        ("g5.48xlarge", 23028),
+        ("8xH100", 81559),
+        ("8xH200", 143771),
+        ("8xH20", 97871),
+        ("8xB200", 183359),
+    ],
+)
+def test_a_device_has_the_memory_that_nvidia_smi_prints(source: str, mebibytes: int) -> None:
+    assert load_cluster(source).memory_bytes / 2**20 == pytest.approx(mebibytes, rel=0.01)
+
+
+#: Device -> dense TFLOP/s in 16 bit of its data sheet.
+NAMES_ALIKE = {"A10": 125, "A10G": 70, "L4": 121, "L40": 181, "L40S": 362}
+
+
+def test_cards_with_similar_names_differ() -> None:
+    peaks = {name: load_cluster(f"8x{name}").peak_flops["bfloat16"] / 1e12 for name in NAMES_ALIKE}
+    assert peaks == NAMES_ALIKE
