@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import importlib
+import io
 import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -24,19 +25,22 @@ MOST_EXPERTS, MOST_LOADS = 2**14, 2**24
 #: Keys of loads and of a placement in a file.
 LOAD_KEYS = ("loads", "weight", "tokens_per_expert", "logical_count", "expert_load")
 PLACEMENT_KEYS = ("physical_to_logical",)
-#: Headers of columns that number layers, experts, and steps over which loads are summed.
-_LAYERS, _EXPERTS, _STEPS = (
-    tuple(f"{name}{end}" for name in names for end in ("", "s", "_id", "_index", "_idx"))
+#: Headers of columns that number layers, experts, and steps or ranks, whose loads are summed.
+_LAYERS, _EXPERTS, _SUMMED = (
+    tuple(f"{name}{end}" for name in names for end in ("", "s", "_id", "_index", "_idx", "_number"))
     for names in (
         ("layer", "moe_layer"),
         ("expert", "logical_expert"),
-        ("step", "iteration", "iter", "forward_pass", "batch", "timestamp", "time"),
+        (
+            *("step", "iteration", "iter", "forward_pass", "batch", "timestamp", "time"),
+            *("rank", "ep_rank", "dp_rank", "gpu", "device", "node", "host"),
+        ),
     )
 )
 #: Headers of a column that names the rows of a table.
 _ROW_NAMES = ("", *_LAYERS, "index", "idx", "id")
 #: Names of one layer, and of one expert, in a header or a first column.
-_ONE_LAYER = re.compile(r"(?:layer|l)[ _.-]?\d+", re.IGNORECASE)
+_ONE_LAYER = re.compile(r"(?:.*[^a-z])?(?:layers?|l)[ _.-]?\d+(?:\D.*)?", re.IGNORECASE)
 _ONE_EXPERT = re.compile(r"(?:expert|exp|e)[ _.-]?\d+", re.IGNORECASE)
 
 
@@ -77,8 +81,9 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
     readers: dict[str, Callable[[Path], Any]] = {
         # Some editors, and PowerShell, begin a file with a byte order mark.
         ".json": lambda path: parse_json(path.read_text(encoding="utf-8-sig")),
-        ".jsonl": partial(_read_run, keys=keys),
-        ".csv": partial(_read_csv, warn=warn),
+        ".jsonl": partial(_read_lines, keys=keys),
+        ".csv": partial(_read_csv, keys=keys, warn=warn),
+        ".tsv": partial(_read_csv, keys=keys, warn=warn),
         ".npy": _read_numpy,
         ".npz": _read_numpy,
         ".pt": _read_torch,
@@ -90,11 +95,15 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
         content = reader(path)
         if isinstance(content, dict):
             values = cast("dict[str, Any]", content)
-            key = next((key for key in keys if key in values), None)
-            if key is None:
+            given = [key for key in keys if key in values]
+            if len(given) != 1:
                 names = ", ".join(sorted(values)) or "nothing"
-                raise BalanceError(f"no {' or '.join(keys)} in it: it has {names}")
-            content = values[key]
+                wanted = "one of " * bool(given) + " or ".join(given or keys)
+                raise BalanceError(f"{path}: it must have {wanted}, and has {names}")
+            content = values[given[0]]
+        records = cast("list[object]", content if isinstance(content, list) else [])
+        if records and all(isinstance(record, dict) for record in records):
+            content = _records(path, cast("list[dict[str, Any]]", records), keys, warn)
         table = _as_numbers(path, content)
     except BalanceError:
         raise
@@ -157,37 +166,45 @@ def _has_bool(table: object) -> bool:
     return isinstance(table, bool)
 
 
-def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:
-    """Loads of a table [layers, experts], without its header and names."""
+def _read_csv(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> Any:
+    """Numbers of a table [layers, columns], without its header and names. Cells are separated by
+    tabs or semicolons if the first line has one, else by commas."""
     # Spreadsheets begin a file with a byte order mark.
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
-    header = rows.pop(0) if rows and not any(map(is_number, rows[0][:2])) else None
-    if header is None and rows and rows[0][0].strip().lower() in _ROW_NAMES:
-        header = rows.pop(0)  # as written by pandas: experts are named by numbers
+    text = path.read_text(encoding="utf-8-sig")
+    first_line = text.lstrip("\r\n").partition("\n")[0]
+    mark = next((mark for mark in "\t;" if mark in first_line), ",")
+    try:
+        lines = list(csv.reader(io.StringIO(text), delimiter=mark))
+    except csv.Error as error:
+        raise BalanceError(f"{path}: no table: {error}") from error
+    rows = [row for row in lines if any(cell.strip() for cell in row)]
+    if rows and (any(map(_kind, rows[0])) or not any(map(_is_numeric, rows[0][:2]))):
+        header = rows.pop(0)
+    elif rows and len(rows[0]) > 1 and not any(_is_numeric(row[0]) for row in rows):
+        # A first column of words names the rows.
+        header = ["", *map(str, range(len(rows[0]) - 1))]
+    else:
+        header = None
     if not rows:
-        raise BalanceError(f"{path}: no row of numbers with commas between them")
-    if header is not None and (loads := _named_columns(path, header, rows, warn)) is not None:
-        return loads
-    named = header is not None and header[0].strip().lower() in _ROW_NAMES
-    # A first column of words alone names the rows, too. A cell that begins with a digit, such as
-    # "1,000", is not a word: it is refused as a number that cannot be read.
-    named |= not any(is_number(row[0]) or row[0].strip()[:1].isdigit() for row in rows)
-    if len(rows[0]) > 1 and named:
-        rows = [row[1:] for row in rows]
-        warn(f"{path}: the first column names the rows and is left out of the loads")
-    elif header is None:
-        # Without a header a counter in the first column or row cannot be distinguished from loads.
-        column = [row[0].strip() for row in rows]
-        for what, cells, name in (("column", column, "layer"), ("row", rows[0], "e0,e1,...")):
-            counted = [str(number) for number in range(len(cells))]
-            from_one = [str(number) for number in range(1, len(cells) + 1)]
-            if len(cells) > 2 and [cell.strip() for cell in cells] in (counted, from_one):
-                warn(
-                    f"{path}: the first {what} only counts ({', '.join(cells[:3])}, ...) and is "
-                    f"taken for loads; if it is none, write a header that begins with {name}"
-                )
+        raise BalanceError(f"{path}: no row of numbers")
+    if header is not None:
+        return _named_columns(path, header, rows, keys, warn)
+    # Without a header a counter in the first column or row cannot be distinguished from loads.
+    column = [row[0].strip() for row in rows]
+    for what, cells, name in (("column", column, "layer"), ("row", rows[0], "e0,e1,...")):
+        counted = [str(number) for number in range(len(cells))]
+        from_one = [str(number) for number in range(1, len(cells) + 1)]
+        if len(cells) > 2 and [cell.strip() for cell in cells] in (counted, from_one):
+            warn(
+                f"{path}: the first {what} only counts ({', '.join(cells[:3])}, ...) and is "
+                f"taken for loads; if it is none, write a header that begins with {name}"
+            )
     return [_numbers(path, number, row) for number, row in enumerate(rows)]
+
+
+def _is_numeric(cell: str) -> bool:
+    """Whether a cell is a number or was meant as one, such as "1,000", which is then refused."""
+    return is_number(cell) or cell.strip()[:1].isdigit()
 
 
 def _numbers(path: Path, number: int, row: Sequence[str]) -> list[float]:
@@ -197,85 +214,179 @@ def _numbers(path: Path, number: int, row: Sequence[str]) -> list[float]:
     return [float(cell) for cell in row]
 
 
+def _kind(name: str) -> str | None:
+    """What a column with that header numbers: "layer", "expert", "step" (its rows are summed), or
+    "row"; None for loads."""
+    word = re.sub(r"[ .-]+", "_", name.strip().lower())
+    kinds = {"layer": _LAYERS, "expert": _EXPERTS, "step": _SUMMED, "row": _ROW_NAMES}
+    return next((kind for kind, names in kinds.items() if word in names), None)
+
+
 def _named_columns(
-    path: Path, header: list[str], rows: list[list[str]], warn: Callable[[str], None]
-) -> Any:
-    """Loads of a table whose header has a column of experts or steps, or columns of layers, or
-    whose first column names experts; None for a table with a row for each layer."""
-    names = [name.strip().lower() for name in header]
-    places = {
-        kind: [place for place, name in enumerate(names) if name in headers]
-        for kind, headers in (("layer", _LAYERS), ("expert", _EXPERTS), ("step", _STEPS))
-    }
-    for number, row in enumerate(rows):
+    path: Path,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    keys: tuple[str, ...],
+    warn: Callable[[str], None],
+) -> np.ndarray[Any, Any]:
+    """Loads [layers, experts] of a table with a header, whose rows are layers, experts, or experts
+    of one layer each. Layers and experts are in the order of the numbers in their names, if any;
+    rows of the same layer and expert are summed. Likewise the slots of a placement."""
+    for at, row in enumerate(rows):
         if len(row) != len(header):
-            raise BalanceError(
-                f"{path}: row {number} has {len(row)} cells, the header {len(header)}"
-            )
-    rest = [
-        place for place in range(len(names)) if not any(place in kind for kind in places.values())
-    ]
-    layers, experts, steps = (places[kind][:1] for kind in ("layer", "expert", "step"))
-    names_experts = all(_ONE_EXPERT.fullmatch(row[0].strip()) for row in rows)
-    # The first of several columns may name the experts.
-    has_layers = len(rest) > 0 and all(_ONE_LAYER.fullmatch(names[p]) for p in rest[1:] or rest)
-
-    def numbers() -> np.ndarray[Any, Any]:
-        """The cells in the columns `rest` [rows, columns]."""
-        cells = ([row[place] for place in rest] for row in rows)
-        return np.array([_numbers(path, number, row) for number, row in enumerate(cells)])
-
-    if not experts and not steps and not layers and (names_experts or has_layers):
-        # The first column has the names of experts, if any.
-        if not _ONE_LAYER.fullmatch(names[0]):
-            rest = [place for place in rest if place]
-        warn(f"{path}: every row is an expert, every column a layer")
-        return numbers().T
-    if not experts and not steps:
-        return None
-    if steps and not layers:
+            raise BalanceError(f"{path}: row {at} has {len(row)} cells, the header {len(header)}")
+    kinds = [_kind(name) for name in header]
+    layer, expert, step = (
+        kinds.index(kind) if kind in kinds else None for kind in ("layer", "expert", "step")
+    )
+    rest = [place for place, kind in enumerate(kinds) if kind is None]
+    first = [row[0].strip() for row in rows]
+    if rest[:1] == [0] and len(rest) > 1 and not any(map(_is_numeric, first)):
+        rest = rest[1:]  # names of the rows, under any header
+    if 0 not in rest and layer is None and expert is None:
+        expert = 0 if all(map(_ONE_EXPERT.fullmatch, first)) else None
+        layer = 0 if all(map(_ONE_LAYER.fullmatch, first)) else None
+    is_placement = keys is PLACEMENT_KEYS
+    if is_placement and (expert is not None or step is not None):
         raise BalanceError(
-            f"{path}: the column {header[steps[0]]!r} counts steps and none names the layer: name "
-            "it in a column `layer`, or leave the steps out"
+            f"{path}: a row of a placement is a layer, a column the expert of a slot"
         )
-    if experts and not layers:
-        order = np.argsort([_whole(path, at, row[experts[0]]) for at, row in enumerate(rows)])
-        warn(f"{path}: every row is an expert, every other column a layer")
-        return numbers()[order].T
-    if experts and len(rest) != 1:
+    if step is not None and layer is None:
+        raise BalanceError(
+            f"{path}: the column {header[step]!r} counts rows to sum, and none names the layer: "
+            "name it in a column `layer`, or leave that column out"
+        )
+    if not rest:
+        raise BalanceError(f"{path}: no column of loads: {', '.join(header) or 'no column at all'}")
+    is_long = expert is not None and layer is not None
+    if is_long and len(rest) != 1:
         others = ", ".join(header[place] for place in rest) or "none"
         raise BalanceError(
             f"{path}: a row is one expert of one layer, and one more column is its load; there are "
             f"{others}: keep one"
         )
+    columns = _columns_of_loads(path, [header[place] for place in rest])
+    rest = [rest[place] for place in columns.places]
+    by_layer = layer is None and (expert is not None or columns.are_layers)
+    layers = range(len(rows)) if layer is None else _ids(path, [row[layer] for row in rows])
+    experts = (
+        range(len(rows)) if expert is None else _ids(path, [row[expert] for row in rows], False)
+    )
     sums: dict[tuple[int, int], float] = {}
     for at, row in enumerate(rows):
-        layer = _whole(path, at, row[layers[0]])
         loads = _numbers(path, at, [row[place] for place in rest])
-        first = _whole(path, at, row[experts[0]]) if experts else 0
-        for expert, load in enumerate(loads, start=first):
-            sums[layer, expert] = sums.get((layer, expert), 0.0) + load
-    layer_ids = sorted({layer for layer, _ in sums})
-    num_experts = 1 + max(expert for _, expert in sums)
-    _refuse_large(path, len(layer_ids), num_experts)
-    table = np.full((len(layer_ids), num_experts), np.nan)
-    row_of = {layer: row for row, layer in enumerate(layer_ids)}
-    for (layer, expert), load in sums.items():
-        table[row_of[layer], expert] = load
-    summed = "summed over its rows" if len(rows) * len(rest) > len(sums) else "one row for each"
-    text = f"{path}: {len(layer_ids)} layers of {num_experts} experts, {summed}"
-    if missing := int(np.isnan(table).sum()):
-        text += f"; {missing} experts of a layer have no row and no load"
-    warn(text)
-    return np.nan_to_num(table)
+        for number, load in zip(columns.numbers, loads, strict=True):
+            pair = (layers[at], experts[at] if is_long else number)
+            pair = (number, experts[at]) if by_layer else pair
+            sums[pair] = sums.get(pair, 0.0) + load
+    is_summed = len(sums) < len(rows) * len(rest)
+    if is_summed and (is_placement or not (is_long or columns.are_numbered)):
+        raise BalanceError(
+            f"{path}: several rows of one {'expert' if by_layer else 'layer'}: name the expert of "
+            "a row in a column `expert`, and its layer in a column `layer`"
+        )
+    layer_ids, expert_ids = (sorted({pair[place] for pair in sums}) for place in (0, 1))
+    # Names such as e1 to e8: no load of expert 0 in any layer, and none of another is missing.
+    from_one = expert_ids == list(range(1, len(expert_ids) + 1))
+    from_one &= len(sums) == len(layer_ids) * len(expert_ids)
+    numbers = range(from_one, expert_ids[-1] + 1)
+    _refuse_large(path, len(layer_ids), len(numbers))
+    table = np.array([[sums.get((layer, e), 0.0) for e in numbers] for layer in layer_ids])
+    notes: list[str] = []
+    if by_layer:
+        notes.append("every row is an expert, every other column a layer")
+    elif is_long or is_summed:
+        counted = (
+            f"{count} {name}{'s' * (count != 1)}"
+            for count, name in ((len(layer_ids), "layer"), (len(numbers), "expert"))
+        )
+        summed = "summed over its rows" if is_summed else "one row for each"
+        notes.append(f"{' of '.join(counted)}, {summed}")
+    elif 0 not in rest:
+        notes.append("the first column names the rows and is left out of the loads")
+    used = {0, *rest}
+    if others := [name for at, name in enumerate(header) if not kinds[at] and at not in used]:
+        notes.append(f"left out of the loads: {', '.join(others)}")
+    if from_one:
+        notes.append("experts are numbered from 1 in it, and from 0 in the answer")
+    if missing := table.size - len(sums):
+        if is_placement:
+            raise BalanceError(f"{path}: {missing} slots of a layer have no expert")
+        notes.append(
+            f"{missing} expert{'s' * (missing != 1)} of a layer without a row have no load"
+        )
+    if notes:
+        warn(f"{path}: {'; '.join(notes)}")
+    return table
 
 
-def _whole(path: Path, number: int, cell: str) -> int:
-    """The number of a layer or an expert in a cell."""
-    digits = re.fullmatch(r"\s*[A-Za-z_. -]*?(\d{1,6})(?:\.0*)?\s*", cell)
-    if digits is None:
-        raise BalanceError(f"{path}: row {number} names a layer or expert {cell!r}, no number")
-    return int(digits[1])
+class _Columns(NamedTuple):
+    """Places of the columns of loads, the number of the expert or layer in each, and whether these
+    numbers stand in their names, and are those of layers."""
+
+    places: Sequence[int]
+    numbers: Sequence[int]
+    are_numbered: bool = False
+    are_layers: bool = False
+
+
+def _columns_of_loads(path: Path, names: Sequence[str]) -> _Columns:
+    """Those of the columns `names` that differ in one number alone, such as e0 and e1 beside a
+    total; without such ones all, in their order."""
+    families: dict[tuple[str, ...], list[int]] = {}
+    for place, name in enumerate(names):
+        texts = tuple(re.split(r"\d+", name.strip().lower()))
+        if len(texts) > 1:
+            families.setdefault(texts, []).append(place)
+    for texts, places in list(families.items()):
+        of_one = _ONE_EXPERT.fullmatch(names[places[0]]) or _ONE_LAYER.fullmatch(names[places[0]])
+        if len(places) == 1 and not of_one:
+            del families[texts]
+    if not families:
+        return _Columns(range(len(names)), range(len(names)))
+    (texts, places), *others = families.items()
+    found = _varying_number([names[place] for place in places])
+    if others or found is None:
+        several = ", ".join(names[places[-1]] for places in families.values())
+        raise BalanceError(
+            f"{path}: columns such as {several} number more than experts: keep one column for each "
+            "expert"
+        )
+    place, numbers = found
+    return _Columns(
+        places, numbers, True, bool(re.search(r"(?<![a-z])(layers?|l)\W*_?$", texts[place]))
+    )
+
+
+def _varying_number(names: Sequence[str]) -> tuple[int, list[int]] | None:
+    """The number that alone distinguishes the names: its place among their numbers, and its value
+    in each; None if names differ in more, or not at all."""
+    parts = [re.split(r"(\d+)", name.strip().lower()) for name in names]
+    if any(part[::2] != parts[0][::2] for part in parts):
+        return None
+    columns = list(zip(*(map(int, part[1::2]) for part in parts), strict=True))
+    varying = [place for place, column in enumerate(columns) if len({*column}) > 1]
+    if len(names) == 1 and columns:
+        varying = [len(columns) - 1]
+    if len(varying) != 1 or len({*columns[varying[0]]}) < len(names):
+        return None
+    return varying[0], list(columns[varying[0]])
+
+
+def _ids(path: Path, cells: Sequence[str], has_words: bool = True) -> list[int]:
+    """Numbers of the layers or experts that the cells of a column name; with `has_words`, words
+    without a number are numbered in their order."""
+    names = [re.sub(r"\.0*$", "", cell.strip()) for cell in cells]
+    distinct = list(dict.fromkeys(names))
+    found = _varying_number(distinct)
+    if found is not None and not any(name.startswith("-") for name in names):
+        number_of = dict(zip(distinct, found[1], strict=True))
+    elif has_words and not any(re.search(r"\d", name) for name in names):
+        number_of = {name: number for number, name in enumerate(distinct)}
+    else:
+        at = next(at for at, name in enumerate(names) if not name.isdecimal())
+        raise BalanceError(f"{path}: row {at} names a layer or expert {cells[at]!r}, no number")
+    return [number_of[name] for name in names]
 
 
 def _read_torch(path: Path) -> Any:
@@ -308,6 +419,50 @@ def _read_numpy(path: Path) -> Any:
     except Exception as error:  # a damaged file raises errors of zipfile, zlib, struct, tokenize
         raise BalanceError(f"{path}: no NumPy file of numbers, or a damaged one") from error
     return next(iter(data.values())) if len(data) == 1 else data
+
+
+def _records(
+    path: Path,
+    records: Sequence[dict[str, Any]],
+    keys: tuple[str, ...],
+    warn: Callable[[str], None],
+) -> np.ndarray[Any, Any]:
+    """Numbers of the rows of a table that are objects with the same keys; a list in one of `keys`
+    has the loads of a layer."""
+    rows: list[dict[str, str]] = []
+    for number, record in enumerate(records):
+        cells: dict[str, str] = {}
+        for name, value in record.items():
+            items = {name: value}
+            if name in keys and isinstance(value, list):
+                items = {f"e{n}": load for n, load in enumerate(cast("list[object]", value))}
+            for key, item in items.items():
+                cells[key] = item if isinstance(item, str) else json.dumps(item)
+        rows.append(cells)
+        if cells.keys() != rows[0].keys():
+            raise BalanceError(
+                f"{path}: object {number} has {', '.join(cells) or 'nothing'}, object 0 has "
+                f"{', '.join(rows[0]) or 'nothing'}"
+            )
+    header = list(rows[0])
+    return _named_columns(
+        path, header, [[row[name] for name in header] for row in rows], keys, warn
+    )
+
+
+def _read_lines(path: Path, keys: tuple[str, ...]) -> Any:
+    """Rows of numbers or objects, one a line, or the loads of a run."""
+    rows: list[Any] = []
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    rows.append(parse_json(line))
+                except ValueError as error:
+                    raise BalanceError(f"{path}: line {number}: {error}") from error
+                if not rows[0] or (isinstance(rows[0], dict) and "steps" in rows[0]):
+                    return _read_run(path, keys)
+    return rows or _read_run(path, keys)
 
 
 def _read_run(path: Path, keys: tuple[str, ...]) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moemesh.balance.inputs import BalanceError
-from moemesh.balance.load_files import load_table
+from moemesh.balance.load_files import load_placement, load_table
 from moemesh.cli.balancing import BalanceSettings, balance, place
 from moemesh.config.errors import UserError
 from moemesh.trace.loads import LayerLoads
@@ -283,9 +283,24 @@ def test_names_of_rows_are_no_loads(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.txt", "1", r"not a file of a known kind \(.json, .jsonl, .csv, .npy, .npz, .pt\)"),
+        (
+            "a.txt",
+            "1",
+            r"not a file of a known kind \(.json, .jsonl, .csv, .tsv, .npy, .npz, .pt\)",
+        ),
         ("a.json", "{", r"a.json: Expecting"),
-        ("a.json", "{}", r"no loads or weight or tokens_per_expert or .* in it: it has nothing"),
+        ("a.json", "{}", r"must have loads or weight or tokens_per_expert or .*, and has nothing"),
+        (
+            "a.json",
+            '{"loads": [1], "weight": [2]}',
+            r"must have one of loads or weight, and has lo",
+        ),
+        (
+            "a.json",
+            '[{"layer": 0, "e0": 1}, {"layer": 1}]',
+            r"object 1 has layer, object 0 has layer",
+        ),
+        ("a.json", '[{"layer": 0, "loads": [1, null]}]', r"row 0 holds 'null' instead of a number"),
         ("a.json", "[[1, 2], [3]]", r"a.json: row 1 has 1 numbers, row 0 has 2 numbers"),
         ("a.json", "[1, [2]]", r"a.json: row 1 has 1 numbers, row 0 has one number"),
         ("a.json", "[" * 100_000, r"a.json: nested too deeply"),
@@ -296,9 +311,13 @@ def test_names_of_rows_are_no_loads(
         ("a.json", "[]", r"a.json is empty"),
         ("a.csv", "1,2\n3,x\n", r"row 1 holds 'x' instead of a number"),
         ("a.csv", '"1,000",2,3,4\n', r"row 0 holds '1,000' instead of a number"),
-        ("a.csv", "1;2\n", r"a.csv: no row of numbers with commas"),
+        ("a.csv", "e0;e1\n1,5;2\n", r"row 0 holds '1,5' instead of a number"),
+        ("a.csv", "e0,e1\n", r"a.csv: no row of numbers"),
+        ("a.csv", "e0,e1\n1,nan\n", r"a.csv: the load of expert 1 in layer 0 is nan"),
+        ("a.csv", f'1,"2\n{"x" * 200_000}', r"a.csv: no table: field larger"),
         ("a.npy", "nonsense", r"a.npy: no NumPy file of numbers"),
         ("a.jsonl", "{}", r"line 1 holds no loads"),
+        ("a.jsonl", "[1, 2]\nx", r"a.jsonl: line 2: Expecting"),
         ("a.jsonl", "", r"no loads in it"),
         ("missing.json", None, r"missing.json: No such file or directory"),
     ],
@@ -347,26 +366,59 @@ def test_the_verb(tmp_path: Path) -> None:
     [
         # SGLang's long table; a layer's expert without a row has no load.
         ("layer_id,expert_id,count\n0,0,5\n0,1,6\n0,2,1\n1,2,9\n1,0,2\n", [[5, 6, 1], [2, 0, 9]],
-         "2 layers of 3 experts, one row for each; 1 experts"),
+         "2 layers of 3 experts, one row for each; 1 expert of a layer without a row"),
         ("step,layer,expert,tokens\n0,3,0,5\n0,3,1,6\n1,3,0,2\n1,3,1,9\n", [[7, 15]], "summed"),
         ("step,layer,e0,e1\n0,0,1,2\n0,1,4,5\n1,0,1,1\n1,1,1,1\n", [[2, 3], [5, 6]], "summed"),
         ("expert,layer0,layer1\n1,3,4\n0,1,2\n", [[1, 3], [2, 4]], "every row is an expert"),
         ("name,layer0,layer1\nfoo,1,2\nbar,3,4\n", [[1, 3], [2, 4]], "every row is an expert"),
         ("what,a,b\ne0,1,2\ne1,3,4\n", [[1, 3], [2, 4]], "every row is an expert"),
         ("layer,e0,e1\n0,1,2\n1,3,4\n", [[1, 2], [3, 4]], "first column names the rows"),
+        # Numbers in names give the order, wherever they stand; other columns are no experts.
+        ("layer,e2,e1,e0\n10,3,2,1\n2,6,5,4\n", [[4, 5, 6], [1, 2, 3]], "names the rows"),
+        ("e1,e0,Layer ID\n2,1,9\n4,3,8\n", [[3, 4], [1, 2]], ""),
+        ("layer\texpert 2 tokens\texpert 1 tokens\n0\t6\t5\n", [[5, 6]], "numbered from 1 in it"),
+        ("layer;e0;e2;total\n0;1;2;3\n", [[1, 0, 2]], "left out of the loads: total; 1 expert of"),
+        ("expert,layer 10,layer 2\n1,4,3\n0,2,1\n", [[1, 3], [2, 4]], "every row is an expert"),
+        ("a.layers.10.b,1,2\na.layers.9.b,3,4\n", [[3, 4], [1, 2]], "names the rows"),
+        ("layer,expert,count\n3,1,5\n3,2,6\n", [[5, 6]], "numbered from 1 in it"),
+        ("expert,count\n0,5\n2,6\n", [[5, 0, 6]], "1 expert of a layer without a row"),
+        ("layer,rank,e0,e1\n0,0,1,2\n0,1,3,4\n", [[4, 6]], "1 layer of 2 experts, summed"),
     ],
 )  # fmt: skip
 def test_tables_of_other_shapes(text: str, loads: list, note: str, tmp_path: Path) -> None:
     path, notes = tmp_path / "a.csv", list[str]()
     path.write_text(text)
     assert load_table(path, notes.append).tolist() == loads
-    assert len(notes) == 1 and note in notes[0]
+    assert len(notes) == (note != "") and note in "".join(notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "loads"),
+    [
+        ("a.json", '[{"layer": 1, "loads": [1, 2]}, {"layer": 0, "loads": [3, 4]}]',
+         [[3, 4], [1, 2]]),
+        ("a.json", '[{"layer": 0, "expert": 1, "n": 5}, {"layer": 0, "expert": 0, "n": 6}]',
+         [[6, 5]]),
+        ("a.jsonl", "[1, 2]\n\n[3, 4]\n", [[1, 2], [3, 4]]),
+        ("a.jsonl", '{"step": 0, "layer": 0, "e1": 1, "e0": 2}\n', [[2, 1]]),
+    ],
+)  # fmt: skip
+def test_tables_of_objects(name: str, text: str, loads: list, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert load_table(tmp_path / name).tolist() == loads
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("step,e0,e1\n0,1,2\n", "'step' counts steps and none names the layer"),
+        ("step,e0,e1\n0,1,2\n", "'step' counts rows to sum, and none names the layer"),
+        ("rank,e0,e1\n0,1,2\n", "'rank' counts rows to sum, and none names the layer"),
+        ("layer,physical_expert,n\n0,0,5\n0,1,6\n", "several rows of one layer: name the expert"),
+        ("expert,n\n0,5\n0,6\n", "several rows of one expert: name the expert"),
+        ("layer,e0 n,e0 s,e1 n,e1 s\n0,1,2,3,4\n", "columns such as e1 n, e1 s number more than"),
+        ("layer,expert,n\n-1,0,5\n", "names a layer or expert '-1', no number"),
+        ("layer,e0,e9999999\n0,1,2\n", "expert 9999999 exceeds 1048576"),
+        ("layer\n0\n", "no column of loads: layer"),
         ("layer,expert,count,share\n0,0,5,1\n", "there are count, share: keep one"),
         ("layer,expert,count\n0,zero,5\n", "names a layer or expert 'zero', no number"),
         ("layer,expert,count\n0,0\n", "row 0 has 2 cells, the header 3"),
@@ -383,6 +435,20 @@ def test_ambiguous_tables_are_refused(text: str, words: str, tmp_path: Path) -> 
     path.write_text(text)
     with pytest.raises(BalanceError, match=words):
         load_table(path)
+
+
+def test_a_placement_is_a_row_for_each_layer(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("layer,slot 1,slot 0\n1,0,1\n0,1,0\n")
+    assert load_placement(path).tolist() == [[0, 1], [1, 0]]
+    for text, words in (
+        ("layer,slot,expert\n0,0,1\n0,1,0\n", "a row of a placement is a layer"),
+        ("layer,slot 0,slot 2\n0,0,1\n", "1 slots of a layer have no expert"),
+        ("layer,slot 0,slot 1\n0,0,1\n0,1,0\n", "several rows of one layer"),
+    ):
+        path.write_text(text)
+        with pytest.raises(BalanceError, match=words):
+            load_placement(path)
 
 
 def test_loads_in_a_folder_of_runs_are_read_before_a_run_is_named(tmp_path: Path) -> None:
