@@ -311,6 +311,9 @@ def only_run(path, cells, title=""):
         ("Step time (ms)", "10.5k", 10.5),
         ("Step time (ms)", "10.5 s", 10.5),
         ("Step time (min)", "1.5", 90),
+        ("Step time (hours)", "0.01", 36),
+        ("Avg step time [s]", "10.5", 10.5),
+        ("Elapsed time per iteration (ms)", "10500", 10.5),
         ("Time per Global Step (s)", "10.5", 10.5),
         ("Step time", "1m30s", 90),
         ("Step time", "00:01:30", 90),
@@ -323,6 +326,10 @@ def only_run(path, cells, title=""):
         ("Achieved teraFLOP/s per GPU", "~400 TFLOP/s/GPU", pytest.approx(17.0, rel=0.2)),
         ("MFU", "40 %", pytest.approx(17.0, rel=0.2)),
         ("samples/s", "12.5 seq/s", 10.24),
+        ("Throughput", "12.5 sentences/sec", 10.24),
+        ("Total tokens/s", "100000", 10.48576),
+        ("Tokens/sec (all GPUs)", "100000", 10.48576),
+        ("Model FLOPs utilization (MFU) (%)", "40", pytest.approx(17.0, rel=0.2)),
         ("Throughput", "0.1M tokens/s", "throughput is `0.1M tokens/s`"),
         ("Throughput", "100k tok/s", 10.48576),
         ("Throughput", "12.5k tokens/s/GPU", 10.48576),
@@ -366,6 +373,55 @@ def test_a_row_without_a_legible_rate_keeps_its_other_measurements(other, cell, 
     assert run.memory_bytes == (60 * 2**30 if "mem_gib" in other else None)
 
 
+@pytest.mark.parametrize(
+    ("column", "cell", "gib"),
+    [
+        ("Memory (%)", "75", None),  # of the device: not read as GiB
+        ("Max memory allocated (GiB)", "60", 60),
+        ("Memory usage (GB)", "60", 60 / 1.073741824),
+    ],
+)
+def test_a_memory_in_its_unit(column, cell, gib, tmp_path):
+    run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | {column: cell})
+    assert run.reason == ""
+    assert run.memory_bytes == (pytest.approx(gib * 2**30) if gib else None)
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "sequences"),
+    [
+        ("Global batch", "1M tokens", 128),
+        ("Global batch", "1048576 tokens", 128),
+        ("Batch size (M tokens)", "1.05", 128),
+        ("Global batch", "128 sequences", 128),
+    ],
+)
+def test_a_batch_of_tokens_or_sequences(column, cell, sequences, tmp_path):
+    cells = {key: cell for key, cell in LLAMA_CELLS.items() if key != "Global batch"}
+    run = only_run(tmp_path / "runs.csv", cells | {column: cell, "Step time": "10.5"})
+    assert run.layout is not None, run.reason
+    assert run.layout.global_batch == sequences
+
+
+@pytest.mark.parametrize(
+    ("title", "cells", "precision", "microbatch"),
+    [
+        ("", {"Techniques": "FSDP + torch.compile + Float8"}, "float8", 1),
+        ("", {"Remarks": "all layers"}, "bfloat16", 1),
+        ("bf16", {"Notes": "float8 products"}, "precision is `bf16 or fp8`: two number types", 1),
+        ("Local batch size 2 on 8 GPUs", {"Precision": "BF16", "Notes": "fp8"}, "bfloat16", 2),
+    ],
+)
+def test_a_number_type_in_a_remark_is_that_of_its_row(
+    title, cells, precision, microbatch, tmp_path
+):
+    run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | {"Step time": "10.5"} | cells, title)
+    if run.layout is None:
+        assert precision in run.reason
+    else:
+        assert (run.layout.precision, run.layout.microbatch) == (precision, microbatch)
+
+
 @pytest.mark.parametrize("cell", ["8k", "8K", "8,192", "8192†", "8,192 tokens", "SeqLen (K) 8"])
 def test_a_sequence_length_in_any_form(cell, tmp_path):
     name, _, number = cell.rpartition(" ") if "(K)" in cell else ("Seq", "", cell)
@@ -378,6 +434,7 @@ def test_a_sequence_length_in_any_form(cell, tmp_path):
     ("cells", "expected"),
     [
         ({"Sequence Parallel": "4"}, {"cp": 4, "dp": 2}),
+        ({"Ulysses": "4"}, {"cp": 4, "dp": 2}),
         ({"Sequence Parallel": "2", "TP": "2"}, {"cp": 1, "dp": 4, "sequence_parallel": True}),
         ({"TP": "2 (4)", "VP": "1 (5)", "FSDP": "0 (1)"}, {"tp": 2, "stages_per_rank": 1}),
     ],

@@ -53,7 +53,7 @@ GPT_SIZES = ("layers", "hidden", "heads")
 #: Columns that may have another name.
 READ_COLUMNS = frozenset({
     "id", *NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision", "recompute",
-    "status", "stack", "layout", *GPT_SIZES, "size", "params_b", "method", *_RATES,
+    "status", "stack", "layout", *GPT_SIZES, "size", "params_b", "method", "notes", *_RATES,
 })  # fmt: skip
 #: A number, "k", and a unit.
 _QUANTITY = re.compile(r"[~≈]? *([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
@@ -88,12 +88,13 @@ def spellings() -> dict[str, Any]:
 
 def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
     """Our column and the unit of its cells for each column of a table, as far as its name is known
-    and the table has no column of that name. `/` is read as "per", `#` as "num", and other
-    characters than letters and digits as underscores: "Tokens / sec / GPU" is
+    and the table has no column of that name. `/` is read as "per", `#` as "num", `%` as "percent",
+    and other characters than letters and digits as underscores: "Tokens / sec / GPU" is
     "tokens_per_sec_per_gpu". Of two names for one column a key of the configuration counts, else
     that of the earlier pattern. Several columns may be a layout."""
     given = [name.strip().lower() for name in names]
-    spoken = [name.replace("#", "num ").replace("/", " per ") for name in given]
+    marks = str.maketrans({"#": "num ", "/": " per ", "%": " percent "})
+    spoken = [name.translate(marks) for name in given]
     names = [re.sub(r"\W+", "_", name).strip("_") for name in spoken]
     dotted = {"data.seq_len": "seq", "data.global_batch": "gbs", "plan.stages_per_rank": "vpp",
               "model.preset": "arch", "model.path": "arch"}  # fmt: skip
@@ -222,6 +223,8 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
         uniform["tflops_gpu"] = ""
     if match := _OF_WHOLE.fullmatch(uniform.get("mem_gib", "")):
         uniform["mem_gib"] = match[1]
+    if re.fullmatch(rf"{_QUANTITY.pattern}tokens", uniform.get("gbs", "").lower()):
+        uniform |= {"gbs": "", "batch_tokens": uniform.get("batch_tokens") or uniform["gbs"]}
     for name in uniform.keys() & {*_MEASURED}:  # printed in place of a time or a memory
         if re.fullmatch(oom, uniform[name], re.IGNORECASE):
             uniform |= {name: "", "status": uniform.get("status") or "OOM"}

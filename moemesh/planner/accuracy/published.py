@@ -37,7 +37,7 @@ from moemesh.planner.accuracy.cells import (
     with_unit,
 )
 from moemesh.planner.accuracy.implied import ROUNDED, batch, machines, one_a_stage
-from moemesh.planner.accuracy.titles import title_facts, with_model
+from moemesh.planner.accuracy.titles import number_types, title_facts, with_model
 from moemesh.planner.parameters import count_flops
 from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
@@ -236,6 +236,10 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
         rows = [row | {"arch": row["id"]} for row in rows]
     if hardware and "hardware" not in columns:
         facts["hardware"] = hardware
+    if "precision" not in columns:
+        for row in rows:
+            if types := number_types(row.get("notes", "")):
+                row["precision"] = number_types(f"{types} {facts.get('precision', '')}")
     rows = [with_model(facts | row, entries) for row in rows]
     known = {*columns, *facts, *(rows[0] if rows else ())}
     if missing := [name for name in NEEDED_COLUMNS if name not in known]:

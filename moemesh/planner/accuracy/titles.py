@@ -32,12 +32,10 @@ def title_facts(
     title, `family` the model whose sizes the rows have."""
     words = [word.strip(",;:.()[]*#") for word in title.split()]
     devices = {device.name: word for word in words if (device := accelerator_of(word))}
-    formats = {word.lower() for word in words if re.fullmatch(_FORMAT, word, re.IGNORECASE)}
     facts = {"title": title, "family": "", "arch": ""}
     if len(devices) == 1:
         facts |= {"hardware": title, "gpus": _number_of(title, *devices.values())}
-    wide = {word for word in formats if word.endswith("32")}
-    facts["precision"] = " or ".join(sorted(formats - wide or wide))
+    facts["precision"] = number_types(title)
     for name, pattern in spellings()["title"].items():
         matches = [*re.finditer(rf"(?i)\b(?:{pattern})", title)]
         values = {next(filter(None, match.groups())) for match in matches}
@@ -51,6 +49,17 @@ def title_facts(
     elif "arch" not in names:
         facts["arch"] = _model(title, archs)
     return {name: fact for name, fact in facts.items() if fact and name not in names}
+
+
+def number_types(text: str) -> str:
+    """The number types in a title or a remark, "bf16 or fp8"; one of 32 bit counts alone."""
+    words = (word.strip(",;:.()[]*#").lower() for word in text.split())
+    formats = {
+        word.replace("bfloat", "bf").replace("float", "fp")
+        for word in words
+        if re.fullmatch(_FORMAT, word)
+    }
+    return " or ".join(sorted({word for word in formats if "32" not in word} or formats))
 
 
 def size_of(row: Mapping[str, str]) -> str:
