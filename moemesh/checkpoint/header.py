@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError, file_size, read_start
 from moemesh.checkpoint.remote import Place
-from moemesh.config.huggingface.folder import once
 from moemesh.config.limits import one_line, parse_json
 
 #: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
@@ -55,7 +54,7 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
             f"{path}: ends at byte {size}, within its header of {length} bytes; {_INTERRUPTED}"
         )
     try:
-        header = parse_json(read_start(path, 8 + length)[8:], object_pairs_hook=once)
+        header = parse_json(read_start(path, 8 + length)[8:])
         notes = header.pop("__metadata__", {})
         if not isinstance(notes, dict) or any(type(note) is not str for note in notes.values()):
             raise ValueError("__metadata__ is not an object of texts")

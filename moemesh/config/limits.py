@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
@@ -21,18 +21,28 @@ _CONTROLS = re.compile(
 )
 
 
-def parse_json(
-    text: str | bytes,
-    *,
-    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
-) -> Any:
-    """The value of a JSON text. Raises ValueError if it is invalid, too long or too deep."""
+def parse_json(text: str | bytes, *, last_counts: bool = False) -> Any:
+    """The value of a JSON text. Raises ValueError if it is invalid, too long or too deep, and for
+    an object with a key twice, of which readers use different values; with `last_counts` the last
+    one counts, as in the json of Python."""
     if len(text) > LARGEST_JSON:
         raise ValueError(f"longer than {LARGEST_JSON:,} characters")
     try:
-        return json.loads(text, object_pairs_hook=object_pairs_hook)
+        return json.loads(text, object_pairs_hook=None if last_counts else _once)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of `pairs`. Raises ValueError for a repeated key."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key {name} is repeated")
+            seen.add(name)
+    return table
 
 
 def parse_toml(text: str) -> dict[str, Any]:

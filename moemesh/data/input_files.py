@@ -323,7 +323,7 @@ def check_head(file: DataFile) -> None:
     is_object = line.lstrip().startswith(b"{") and (newline or len(head) < HEAD)
     is_record = False
     with suppress(ValueError):
-        is_record = is_object and isinstance(parse_json(line), dict)
+        is_record = is_object and isinstance(parse_json(line, last_counts=True), dict)
     suffix = _suffixes(path)[0]
     if format == "text" and is_record:
         raise DataError(

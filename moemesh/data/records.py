@@ -436,8 +436,8 @@ def _json(value: Any, name: str, where: Where) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError) as error:
+        parsed = parse_json(value)
+    except ValueError as error:
         raise BadRecordError(where, f"{name}: not valid JSON ({error})") from error
     if not isinstance(parsed, dict | list):
         raise BadRecordError(where, f"{name}: expected a list or an object, found {_kind(parsed)}")

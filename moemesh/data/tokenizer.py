@@ -285,7 +285,7 @@ def settings_of(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_SETTINGS:
         raise DataError(f"{path} has {path.stat().st_size} bytes; the limit is {MAX_SETTINGS}")
     try:
-        settings = parse_json(read_whole(path))
+        settings = parse_json(read_whole(path), last_counts=True)  # as transformers reads it
     except ValueError as error:
         raise DataError(f"{path}: not valid JSON ({error})") from error
     return settings if isinstance(settings, dict) else {}

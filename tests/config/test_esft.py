@@ -46,6 +46,7 @@ def test_a_number_of_experts_and_shares() -> None:
     ("content", "message"),
     [
         ("{", "is not JSON"),
+        ('{"experts": {"1": [0], "1": [1]}}', "the key 1 is repeated"),
         ("[]", "no object"),
         ('{"experts": {}}', "no object"),
         ('{"experts": {"one": [1]}}', "not the number of a layer"),

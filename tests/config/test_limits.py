@@ -82,6 +82,10 @@ def test_depth_and_size_are_limited(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_toml(f"a = {deep}")
     begin = time.process_time()
+    twice = json.dumps({f"{number}": 0 for number in range(200_000)})[:-1] + ', "199999": 1}'
+    with pytest.raises(ValueError, match="the key 199999 is repeated"):
+        parse_json(twice)
+    assert parse_json('{"a": 1, "a": 2}', last_counts=True) == {"a": 2}
     for text in (
         ".".join("a" * 50_000) + " = 1",
         f"[{'.'.join('a' * 50_000)}]",

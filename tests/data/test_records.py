@@ -177,6 +177,7 @@ def test_a_byte_order_mark_counts_as_bytes(tmp_path: Path) -> None:
         (b'{"text": "\\ud800"}', "not valid Unicode"),
         (b'{"text": "\xff"}', "not valid UTF-8"),
         (b'{"text": ' + b"[" * 100_000, "not valid JSON"),
+        (b'{"text": "a", "text": "b"}', r"not valid JSON \(the key text is repeated\)"),
     ],
 )
 def test_bad_records_are_named_or_left_out(tmp_path: Path, line: bytes, reason: str) -> None:

@@ -82,6 +82,26 @@ def test_a_dropout_that_is_null_is_off_or_refused_by_its_key() -> None:
     assert (problem.key, problem.fix) == ("attention_dropout", fix)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value", "fault", "words"),
+    [
+        ("gpt2", "activation_function", "no", "activation_function", "KeyError: 'no'"),
+        ("gpt2", "n_layer", -1, "n_layer", "must be at least 1"),
+        ("gpt2", "n_head", 3, "config.json", "must be divisible by num_heads"),
+        ("qwen3_next", "layer_types", ["full_attention"], "layer_types", "num_hidden_layers"),
+    ],
+)
+def test_a_value_of_which_transformers_makes_no_model(
+    name: str, key: str, value: object, fault: str, words: str, tmp_path: Path
+) -> None:
+    """One problem, which names the key and the reason, and no other version of transformers."""
+    (tmp_path / "config.json").write_text(json.dumps({**values_of(name), key: value}))
+    with pytest.raises(ConfigError, match=words) as raised:
+        load_run([], [f"model.path={tmp_path}"], {})
+    (problem,) = raised.value.problems
+    assert problem.key == fault and "version" not in problem.fix
+
+
 # An unknown name has a second problem, that of our own reading, with the nearest name.
 @pytest.mark.parametrize(
     ("name", "message", "problems"),

@@ -49,7 +49,7 @@ def with_config(change: Callable[[dict[str, Any]], None]) -> Callable[[str], str
         (lambda text: text[:-20], "is not valid JSON"),
         (lambda text: '{"hidden_size": 1,' + text.lstrip()[1:], "hidden_size is repeated"),
         (with_config(lambda v: v.update(model_type="qwen3_mo")), "did you mean qwen3_moe"),
-        (with_config(lambda v: v.update(model_type="cohere2")), "can be planned at most"),
+        (with_config(lambda v: v.update(model_type="cohere2")), "mend sliding_window in"),
         (with_config(lambda v: v.update(vocab_size="288")), "vocab_size must be a whole number"),
         (with_config(lambda v: v.update(rope_parameters=[])), "must be an object"),
         (with_config(lambda v: v["rope_parameters"].update(rope_theta="x")), "must be a number"),

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, cast
 from moemesh.checkpoint.files import CheckpointError, check_folder, read_start
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES
-from moemesh.config.huggingface.folder import INDEX, SINGLE, lacks_weights, once
+from moemesh.config.huggingface.folder import INDEX, SINGLE, lacks_weights
 from moemesh.config.huggingface.model import Quantization
 from moemesh.config.limits import one_line, parse_json
 
@@ -260,7 +260,7 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
     if len(raw) > limit:
         raise CheckpointError(f"{path}: larger than the limit of {limit} bytes")
     try:
-        content = parse_json(raw, object_pairs_hook=once)
+        content = parse_json(raw)
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,7 +21,7 @@ from typing import Any, cast
 
 from moemesh.config.architecture import Architecture
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.huggingface.keys import real, table, wrong
+from moemesh.config.huggingface.keys import CONFIG, real, table, wrong
 from moemesh.config.model import ModelConfig
 from moemesh.config.python import python_command
 
@@ -59,9 +60,9 @@ def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     """The architecture of a parsed ``config.json`` that our own reading refuses with `error`.
 
     Raises `error` itself if the weights are quantized, the file names no family, or `error` names
-    wrong values of a family that we read. If transformers cannot build the model either, raises the
-    problems of both readings. If transformers is missing, raises that problem and, from `error`,
-    only an unknown family.
+    wrong values of a family that we read. If transformers lacks the model, too, raises the problems
+    of both readings; if it refuses a value, only that. If transformers is missing, raises that
+    problem and, from `error`, only an unknown family.
     """
     is_beyond_us = {problem.code for problem in error.problems} <= _BEYOND_US
     if not (is_beyond_us and values.get("model_type")) or table(values, "quantization_config"):
@@ -74,23 +75,53 @@ def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     try:
         return read_architecture(values)
     except ConfigError as other:
+        if all(problem.key in {CONFIG, *values} - {"model_type"} for problem in other.problems):
+            raise
         raise ConfigError([*error.problems, *other.problems]) from other
 
 
 def unknown_family(values: Mapping[str, Any], installed: str) -> ConfigError:
     """The refusal of a ``config.json`` whose family transformers `installed` does not know."""
-    from packaging.version import InvalidVersion, Version  # a requirement of transformers
-
     message = f"transformers {installed} does not know this family"
-    fix = "the version of transformers that the folder's model card names"
-    with suppress(InvalidVersion):
-        saved = Version(str(values.get("transformers_version")))
-        if saved > Version(installed):
-            fix = f"transformers {saved} or later: this version has written the folder"
+    fix = (
+        _later(values, installed)
+        or "the version of transformers that the folder's model card names"
+    )
     if "auto_map" in values:
         message += ", and code in the folder is never run"
         fix = "a version of transformers that has the family itself"
     return wrong("not-available", "model_type", str(values.get("model_type") or ""), message, fix)
+
+
+def _later(values: Mapping[str, Any], installed: str) -> str:
+    """The version of transformers that has written `values`, if it is later than `installed`."""
+    from packaging.version import InvalidVersion, Version  # a requirement of transformers
+
+    with suppress(InvalidVersion):
+        saved = Version(str(values.get("transformers_version")))
+        if saved > Version(installed):
+            return f"transformers {saved} or later: this version has written the folder"
+    return ""
+
+
+def _unbuildable(values: Mapping[str, Any], installed: str, reason: str) -> ConfigError:
+    """The refusal of a ``config.json`` of which transformers `installed` makes no model; `reason`:
+    the last line of its error. The key is the first of those that the reason names, or whose value
+    it names."""
+    message = f"transformers {installed} cannot build a model of these values: {reason}"
+    words = (*re.findall(r"\w+", reason),)
+    named = [key for key in values if key in words]
+    for key, value in values.items():
+        inner = (
+            (*cast("dict[str, object]", value).values(),) if isinstance(value, dict) else (value,)
+        )
+        if key != "model_type" and any(text in words for text in inner):
+            named.append(key)
+    fix = f"mend {' or '.join(named) or 'them'} in {CONFIG}"
+    later = _later(values, installed)
+    fix += f", or take {later}" * bool(later)
+    key = named[0] if named else CONFIG
+    return wrong("not-available", key, values.get(key), message, fix)
 
 
 @lru_cache
@@ -121,8 +152,7 @@ def _read(text: str, installed: str) -> Architecture:
         raise ConfigError([Problem(**problem)])
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        message = f"transformers {installed} cannot build this model: {last[0]}"
-        raise _refusal(kind, message, "another version of transformers")
+        raise _unbuildable(values, installed, last[0].strip())
     architecture = Architecture.from_json(answer)
     with suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)

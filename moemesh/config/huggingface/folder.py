@@ -16,6 +16,7 @@ from moemesh.config.huggingface.architecture import (
     read_architecture,
     read_refused,
 )
+from moemesh.config.huggingface.keys import CONFIG
 from moemesh.config.huggingface.model import model_values
 from moemesh.config.limits import parse_json
 from moemesh.config.schema import PATH_KEY
@@ -24,7 +25,7 @@ from moemesh.config.suggest import nearest_path
 
 #: Family without ``layer_types``: all layers have the window, or none.
 SAME_WINDOWS = "mistral"
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 #: Name of the file with all tensors, and of the index of several such files.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Remedy for weights in the shards of a trainer, with its command.
@@ -93,7 +94,7 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
     if len(raw) > CONFIG_LIMIT:
         raise _refused("too-large", key, path, f"{file} has more than {CONFIG_LIMIT} bytes")
     try:
-        parsed: object = parse_json(raw, object_pairs_hook=once)
+        parsed: object = parse_json(raw)
     except ValueError as error:
         raise _refused("syntax", key, path, f"{file} is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
@@ -169,15 +170,6 @@ def _are_equal(first: _Place, second: _Place) -> bool:
         other_file.seek(other_start)
         sizes = (min(_CHUNK_BYTES, length - done) for done in range(0, length, _CHUNK_BYTES))
         return all(file.read(size) == other_file.read(size) for size in sizes)
-
-
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a repeated key: readers differ in the value they use."""
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)} is repeated")
-    return table
 
 
 def has_weights(path: Path) -> bool:

@@ -17,6 +17,8 @@ from moemesh.config.experts import MOST_LAYERS
 from moemesh.config.sources import read_preset_table
 
 Config = Mapping[str, Any]
+#: Name of the file with the sizes of a model.
+CONFIG = "config.json"
 
 
 @cache

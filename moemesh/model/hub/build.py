@@ -122,6 +122,9 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
             raise wrong("wrong-type", key, values[key], message, fix) from error
     # The class for the text part, or else for the whole model.
     text = whole.get_text_config()
+    if (count := getattr(text, "num_hidden_layers", 1)) < 1:
+        key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        raise wrong("out-of-range", key, count, f"{key} ({count}) must be at least 1")
     for config, classes in (
         (text, MODEL_FOR_CAUSAL_LM_MAPPING),
         (whole, MODEL_FOR_CAUSAL_LM_MAPPING),
