@@ -109,6 +109,25 @@ class _CommandLine:
 class Verb(_CommandLine, TyperCommand):
     """A verb. Raises ConfigError with every problem of its options and arguments."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        order = (
+            [] if ctx.resilient_parsing else self.make_parser(ctx).parse_args(args=list(args))[2]
+        )
+        for param in dict.fromkeys(order):
+            if order.count(param) < 2 or param.multiple:
+                continue
+            # Parsed word by word: a prefix that ends with the name of an option is not legal.
+            values: list[Any] = []
+            for end in range(1, len(args) + 1):
+                with suppress(_Usage):
+                    value = self.make_parser(ctx).parse_args(args=args[:end])[0].get(param.name)
+                    values += [value] * (value is not None and value not in values[-1:])
+            if len(values) > 1:
+                text = f"{param.opts[0]} is given twice: {values[-1]} counts, not {values[-2]}"
+                typer.echo(f"moemesh: note: {text}", err=True)
+        return rest
+
 
 class Group(_CommandLine, TyperGroup):
     """A group of verbs. Raises ConfigError with the nearest verb for an unknown one."""

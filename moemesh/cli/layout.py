@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, print_answer
+from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load, print_answer
 from moemesh.cli.options import given
 from moemesh.cli.terminal import interval, progress, spans, table, with_texts
 from moemesh.config.errors import ConfigError, Problem
@@ -61,9 +61,7 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
     if plan is None:
         if others := ", ".join(given(request, "model", "seq_len", "global_batch")):
             raise typer.BadParameter(f"{others} goes with --plan; fix: --plan dp=2")
-        from moemesh.sharding.load_run import load_run
-
-        run = load_run([request.config] if request.config else [], request.overrides or []).config
+        run = load(request.config, request.overrides).config
         data = run.data
         held = Holdings(run.plan, run.model, seq_len=data.seq_len, global_batch=data.global_batch)
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moemesh.cli import options
-from moemesh.cli.application import AsJson, app
+from moemesh.cli.application import AsJson, app, load
 from moemesh.cli.options import given
 from moemesh.cli.terminal import interval, progress, table
 from moemesh.config.errors import UserError
@@ -46,10 +46,7 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     keywords: Any = {name: getattr(request, name) for name in ("rank", "headroom", "price")}
     with progress("estimating", quiet=as_json):
         if request.config is not None:
-            from moemesh.data.sources import with_vocabulary
-            from moemesh.sharding.load_run import load_run
-
-            config = with_vocabulary(load_run([request.config])).config
+            config = load(request.config, None).config
             priced = planner.estimate_run(config, request.cluster, **keywords)
         else:
             assert model is not None and plan is not None
@@ -90,6 +87,7 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
         moemesh plan --model deepseek-v3 --cluster dgx_h100 --nodes 64 --seq-len 4096 \\
             --global-batch 15360 --tokens 14.8T --why tp=8,ep=64,data=zero3
     """
+    from moemesh.config.sources import read_overrides
     from moemesh.planner.search.command import (
         PLAN_FILE,
         not_trained,
@@ -98,6 +96,8 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
         to_json,
     )
 
+    for note in read_overrides(request.settings or ()).notes:
+        typer.echo(f"moemesh: note: {note}", err=True)
     html, write, explain = request.html, request.write, request.explain
     for path, kind in ((html, "<!DOCTYPE"), (write, PLAN_FILE)):
         if path is not None:

@@ -211,3 +211,17 @@ def test_a_verb_that_left_the_package_is_told_where_it_is(said: Said) -> None:
         assert f"    fix: {command}, in a checkout\n" in message
         assert importlib.util.find_spec(command.removeprefix("python -m ")) is not None
     assert not IN_A_CHECKOUT.keys() & VERBS.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("layout --plan dp=2 --plan=dp=4", "--plan is given twice: dp=4 counts, not dp=2"),
+        ("layout --set plan.dp=2 --set plan.dp=4", "set twice: --set plan.dp=4 counts"),
+        ("layout --plan dp=2 --plan dp=2 --model tiny --rank 0 --rank 1", ""),
+    ],
+)
+def test_the_last_of_two_values_counts_with_a_note(words: str, note: str, invoke: Invoke) -> None:
+    """Options that may be repeated, and equal values, have no note."""
+    code, _, err = invoke(*words.split())
+    assert code == 0 and (note in err if note else not err)
