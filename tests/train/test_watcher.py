@@ -529,7 +529,9 @@ def test_torchrun_starts_ranks_again_after_each_fault(
     assert (report["kind"], report["rank"], report["step"]) == (kind, 1, 5), report
     assert f"moemesh: {report['action']}" in done.stderr and read_start(out)[1] == 2
     # Errors of rank 0 that follow from it are not printed, and torchrun names the same first rank.
-    assert done.stderr.count("moemesh: rank") == 1 and "reset by peer" not in done.stderr
+    # Ranks that start late, on a busy machine, are named by the one that waits for them.
+    assert len(re.findall(r"moemesh: rank \d (?!waits at )", done.stderr)) == 1, done.stderr
+    assert "reset by peer" not in done.stderr
     assert "local_rank: 1" in done.stderr and "local_rank: 0" not in done.stderr
     assert losses(metrics(out)) == losses(whole)
     assert not [one for one in watchers() if str(out) in one]
