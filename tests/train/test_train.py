@@ -32,7 +32,7 @@ from tests.train.runs import (
     train,
 )
 from tests.train.test_step_clock import assert_seconds_of_two_ranks
-from tests.waiting import PATIENCE, until
+from tests.waiting import PATIENCE, ended, until
 from tests.without_linux import MODULE
 
 TWO_RANKS = {"plan__tp": 2, "plan__ep": 2, "train__log_every": 1}
@@ -190,10 +190,19 @@ def test_the_same_command_after_the_end_does_nothing(two_ranks: Path) -> None:
     assert (two_ranks / "metrics.jsonl").read_bytes() == before
 
 
+#: The command, which waits for the page of a failed run however busy the machine is.
+PATIENT = f"""
+from moemesh.cli import main
+from moemesh.train.records import failure
+failure._PAGE_SECONDS = {PATIENCE}
+main()
+"""
+
+
 def test_a_run_without_a_finite_gradient_ends(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"train__lr": 1e30, "train__clip": 0, "train__steps": 50}
-    done = moemesh(*arguments(tmp_path / "run", **keys))
-    assert done.returncode == 1
+    done = ended([commands.python(), "-c", PATIENT, *arguments(tmp_path / "run", **keys)])
+    assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "no step of the last 5 was finite" in done.stderr
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())
     assert "lower train.lr (1e+30)" in failure["advice"] and failure["advice"] in done.stderr

@@ -191,6 +191,7 @@ def test_a_hang_is_told_soon_where_no_kernels_are_compiled(
 def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(failure, "_PAGE_SECONDS", PATIENCE)
     path = tmp_path / "run"
     folder = RunFolder.open(path)
     folder.lock()
