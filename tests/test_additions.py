@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+import moemesh as mm
 from moemesh.bench import examination
 from moemesh.comm.mesh import Mesh
 from moemesh.config import learning_rate
 from moemesh.config.dispatcher_table import DISPATCHERS
+from moemesh.config.errors import ConfigError
 from moemesh.config.model import ModelConfig
 from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.plan import Plan
@@ -60,6 +62,15 @@ def test_rows_are_legal_values_and_are_listed_in_messages(invoke: Any) -> None:
     _, schema, _ = invoke("config", "schema")
     keys = json.loads(schema)["properties"]["train"]["properties"]
     assert keys["lr_schedule"]["enum"] == [*learning_rate.SCHEDULES]
+
+
+def test_the_ranks_of_a_plain_program_lack_the_row(tmp_path: Path) -> None:
+    config = mm.load(None, ["train.optimizer=toy", "train.lr_schedule=toy", "plan.dp=2"])
+    with pytest.raises(ConfigError, match="fix: torchrun --nproc-per-node 2 ") as refused:
+        mm.train(config, tmp_path / "run")
+    problems = refused.value.problems
+    assert [problem.key for problem in problems] == ["train.lr_schedule", "train.optimizer"]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.representative("exact", "schedule")

@@ -157,6 +157,8 @@ DISPATCHERS: dict[str, DispatcherRow] = {
         tested_as_trained=True,
     ),
 }
+#: Names of the rows that every rank has; a program may add others.
+PACKAGED = frozenset(DISPATCHERS)
 #: Dispatchers that `moemesh plan` proposes for ranks of one node, and of several.
 PROPOSED = ("all_to_all", "hierarchical")
 #: Dispatchers whose bytes the planner predicts.

@@ -43,6 +43,8 @@ SCHEDULES: dict[str, Callable[[DecayPosition], float]] = {
     "constant": lambda at: 1.0,
     "wsd": _stable_then_decay,
 }
+#: Names of the rows that every rank has; a program may add others.
+PACKAGED = frozenset(SCHEDULES)
 LrSchedule = TypeAliasType("LrSchedule", Annotated[str, Names(SCHEDULES)])
 #: Schedules that end below the peak, and schedules that read the length of the decay: both follow
 #: from values of their functions.

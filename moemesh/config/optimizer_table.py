@@ -77,3 +77,5 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         counts_steps=True,
     ),
 }
+#: Names of the rows that every rank has; a program may add others.
+PACKAGED = frozenset(OPTIMIZERS)

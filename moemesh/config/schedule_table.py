@@ -254,6 +254,8 @@ SCHEDULES: dict[str, ScheduleRow] = {
         copies="1, inconsistent",
     ),
 }
+#: Names of the rows that every rank has; a program may add others.
+PACKAGED = frozenset(SCHEDULES)
 
 
 def require_numbers(name: str, **numbers: int) -> None:

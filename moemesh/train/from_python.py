@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moemesh.config.errors import public
+from moemesh.config import dispatcher_table, learning_rate, optimizer_table, schedule_table
+from moemesh.config.dispatcher_table import DISPATCHERS
+from moemesh.config.errors import ConfigError, Problem, public
 from moemesh.config.load import FOLLOWING, config_values
+from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.sharding.load_run import load_run
@@ -45,10 +50,13 @@ def train(
             "moemesh.train(moemesh.load('run.toml'))"
         )
     limit_spinning(os.environ)  # the ranks inherit it
+    from moemesh.comm import launch
     from moemesh.train import command
     from moemesh.train.preparation import RunRequest
 
-    overrides = overrides_of(config)
+    if not launch.joined() and (problems := _added_rows(config)):
+        raise ConfigError(problems)
+    overrides = needed(overrides_of(config))
     request = RunRequest(
         resolved=load_run([], overrides),
         overrides=overrides,
@@ -65,6 +73,44 @@ def train(
             reason = f"rank {report['rank']} failed: {report['message']}"
         raise TrainingError(f"{folder}: {reason} (exit code {code})", code)
     return Run.load(folder)
+
+
+def _added_rows(config: RunConfig) -> list[Problem]:
+    """The keys that name a row which this program has added to a table: the processes that
+    :func:`train` starts do not have it."""
+    plan, run = config.plan, config.train
+    program = shlex.quote(sys.argv[0] or "PROGRAM.py")
+    return [
+        Problem.of(
+            "conflict",
+            key,
+            value,
+            "this program has added this row, and ranks that moemesh.train starts do not have it",
+            f"torchrun --nproc-per-node {config.plan.world_size} {program}",
+        )
+        for key, value, table, packaged in (
+            ("plan.dispatcher", plan.dispatcher, DISPATCHERS, dispatcher_table.PACKAGED),
+            ("plan.schedule", plan.schedule, schedule_table.SCHEDULES, schedule_table.PACKAGED),
+            ("train.optimizer", run.optimizer, OPTIMIZERS, optimizer_table.PACKAGED),
+            ("train.lr_schedule", run.lr_schedule, learning_rate.SCHEDULES, learning_rate.PACKAGED),
+        )
+        if value in table and value not in packaged
+    ]
+
+
+def needed(overrides: Sequence[str]) -> list[str]:
+    """Those of `overrides` that give the same configuration without the others, in messages and
+    records shorter by the defaults; all of them if that cannot be shown."""
+    whole = load_run([], overrides).config
+    sources = [text for text in overrides if text.startswith(("model.preset=", "model.path="))]
+    defaults = set(overrides_of(load_run([], sources).config))
+    follow = tuple(f"{key}=" for key in FOLLOWING)
+    changes = [
+        text
+        for text in overrides
+        if text not in defaults or text in sources or text.startswith(follow)
+    ]
+    return changes if load_run([], changes).config == whole else list(overrides)
 
 
 def overrides_of(config: RunConfig) -> list[str]:

@@ -12,7 +12,7 @@ from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.sharding.load_run import load_run
-from moemesh.train.from_python import overrides_of
+from moemesh.train.from_python import needed, overrides_of
 
 TEXT = """
 [[data.sources]]
@@ -60,3 +60,18 @@ def test_epochs_stand_in_place_of_steps() -> None:
     config = RunConfig(train=TrainConfig(epochs=1.5))
     assert "steps =" not in resolved_toml(config).partition("[train]")[2].partition("seed")[0]
     assert load_run([], overrides_of(config), {}).config.train.epochs == 1.5
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["plan.tp=2", "train.steps=3"],
+        ["plan.dp=2", "train.epochs=1.5", "train.lr=0.003", "train.warmup_steps=20"],
+    ],
+)
+def test_what_differs_from_the_defaults_is_enough(given: list[str]) -> None:
+    config = load_run([], given, {}).config
+    changes = needed(overrides_of(config))
+    assert set(changes) == {'model.preset="tiny"', *given}
+    assert load_run([], changes).config == config
