@@ -152,10 +152,14 @@ def from_csv(text: str) -> Schedule:
     :class:`TextError` naming line and cell."""
     lines: list[_Line] = []
     reader = csv.reader(io.StringIO(text))
-    for row in reader:
-        cells = [cell.strip() for cell in row]
-        if lines or any(cells):
-            lines.append(_Line(reader.line_num, " ".join(cells[:1]), tuple(filter(None, cells))))
+    try:
+        for row in reader:
+            cells = [cell.strip() for cell in row]
+            if lines or any(cells):
+                tokens = tuple(filter(None, cells))
+                lines.append(_Line(reader.line_num, " ".join(cells[:1]), tokens))
+    except csv.Error as error:
+        raise TextError(f"line {reader.line_num}: {error}") from error
     while lines and not any(lines[-1].tokens):
         lines.pop()
     if not lines:

@@ -165,6 +165,7 @@ def test_a_table_of_two_pipes_and_slices_is_read() -> None:
         ("0F0,3F0,0F1,0F2\n", "no operation of stage 1 in pipe 0"),
         ("0F0,999999999F0\n", "cannot fill 1000000000 stages"),
         ("0F0,hello\n", "line 1, token 2, 'hello': expected <stage>"),
+        (f'0F0,"{"x" * 200_000}', "line 1: field larger than field limit"),
     ],
 )
 def test_tables_that_make_no_sense_are_refused(text: str, message: str) -> None:
