@@ -73,6 +73,17 @@ TABLES: dict[str, tuple[bytes, list[tuple[object, ...] | str]]] = {
         b",GPU,GPUs,TP,PP,GBS,Seq,(s)\nLlama-3-8B,H100,8,1,1,128,8192,10.5\n",
         [LLAMA],
     ),
+    "a list of objects": (
+        b'[{"Model": "Llama-3-8B", "GPUs": 8, "GPU": "H100", "TP": 1, "Global batch": 128, "Seq": '
+        b'8192, "Step time (s)": 10.5}, {"Model": "Llama-3-8B", "GPUs": 8, "GPU": "H100", "TP": 1, '
+        b'"Global batch": 128, "Seq": 8192, "Step time (s)": null, "status": "OOM"}]',
+        [LLAMA, OOM],
+    ),
+    "an object on each line": (
+        b'{"Model": "Llama-3-8B", "GPUs": 8, "GPU": "H100", "TP": 1, "Global batch": 128, "Seq": '
+        b'8192, "Step time (s)": 10.5}\n\n{"Model": "Llama-3-8B", "GPUs": 0}\n',
+        [LLAMA, "hardware is ``"],
+    ),
     "a spreadsheet in UTF-16": (
         (NAMES + "Llama-3-8B,8,H100,1,1,128,8192,10.5\n").replace(",", "\t").encode("utf-16"),
         [LLAMA],
@@ -274,6 +285,12 @@ def test_each_row_is_read_or_named(author, tmp_path):
         read = [run.shape.name, layout.world_size, layout.global_batch, layout.seq_len]
         assert read == sizes
         assert (run.ended, run.seconds) == (ended, pytest.approx(seconds) if seconds else None)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "runs.xlsx").write_bytes(b"PK\x03\x04\x14\x00\x06\x00" + bytes(100))
+    with pytest.raises(UserError, match="it is not text; save it as CSV"):
+        read_runs(tmp_path / "runs.xlsx")
 
 
 def test_a_column_that_is_there_twice_is_named(tmp_path):

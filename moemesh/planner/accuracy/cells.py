@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise, zip_longest
-from typing import Any
+from typing import Any, cast
 
+from moemesh.config.limits import parse_json
 from moemesh.config.plan import DEGREES
 from moemesh.config.schema import all_keys
 from moemesh.config.sources import read_preset_table
@@ -122,17 +124,23 @@ def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
 
 def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]]]:
     """The titles above the names, the names of the columns, and the number and cells of each line
-    that is not empty, of a table separated by , ; | & or tabs, of Markdown or of LaTeX. Names in
-    two lines are joined; a table with its names down the first column is turned, and its rows are
-    numbered. Between semicolons a comma may be that of decimals, with points between thousands.
-    Raises UnicodeDecodeError and csv.Error."""
+    that is not empty, of a table separated by , ; | & or tabs, of Markdown or of LaTeX, or of
+    objects in JSON, in a list or one on each line. Names in two lines are joined; a table with its
+    names down the first column is turned, and its rows are numbered. Between semicolons a comma may
+    be that of decimals, with points between thousands. Raises UnicodeDecodeError and csv.Error."""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         text = data.decode("utf-16")
+    elif b"\0" in data[:1000]:
+        raise csv.Error("it is not text; save it as CSV")
     else:
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError:
             text = data.decode("cp1252")
+    if records := _objects(text):
+        names = list(dict.fromkeys(name for record in records for name in record))
+        table = ([record.get(name, "") for name in names] for record in records)
+        return "", names, list(enumerate(table, start=1))
     if re.search(r"&.*\\\\", text):
         text = re.sub(r"(?m)^[^&\n]*$|\\\\.*$", "", text)  # rules; ends of rows
         text = re.sub(r"\$?\s*\\pm\s*\$?[\d.]+|\$|\\,|\\(?=[#%_])|\\[a-z]+(?=\{)|[{}]", "", text)
@@ -180,6 +188,36 @@ def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]
                 c.translate(point) if n else c for c, n in zip(cells, is_number, strict=True)
             ]
     return " ".join(filter(None, titles)), header, lines
+
+
+def _objects(text: str) -> list[dict[str, str]]:
+    """The objects of a JSON list, or of JSON on every line, with their values as cells; none in any
+    other text."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return []
+    try:
+        parsed: object = parse_json(text)
+    except ValueError:
+        parsed = text.splitlines()
+    values: list[object] = cast("list[object]", parsed) if isinstance(parsed, list) else [parsed]
+    records: list[dict[str, str]] = []
+    for value in values:
+        if isinstance(value, str) and not value.strip():
+            continue
+        try:
+            record: object = parse_json(value) if isinstance(value, str) else value
+        except ValueError:
+            return []
+        if not isinstance(record, dict):
+            return []
+        items = cast("dict[str, object]", record).items()
+        records.append(
+            {
+                name: "" if cell is None else cell if isinstance(cell, str) else json.dumps(cell)
+                for name, cell in items
+            }
+        )
+    return records
 
 
 def num_known(names: Iterable[str]) -> int:
