@@ -14,29 +14,28 @@ from moemesh.config.plan import Plan, is_schedule_file
 from moemesh.config.rules import plan_problem
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build, require_defined, schedule_row
-from moemesh.schedule.stage_times import costs_of_run, estimated_costs
+from moemesh.schedule.stage_times import TIMELINE, costs_of_run, estimated_costs
 from moemesh.schedule.text import load
 
 
 def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -> Schedule:
     """The schedule of one step of a plan: by name, from a file, or searched for its costs.
 
-    It is cached, and equal for equal arguments unless the file has changed. `seq_len` is read only
-    where the plan searches with estimated costs, `model` there and where a file must fit its tied
-    embeddings or extra prediction layers. Raises UserError, with the numbers and the nearest legal
-    ones, for a schedule that does not exist, does not fit the plan, or cannot run.
+    It is cached, and equal for equal arguments unless a file that the plan names has changed.
+    `seq_len` is read only where the plan searches with estimated costs, `model` there and where a
+    file must fit its tied embeddings or extra prediction layers. Raises UserError, with the numbers
+    and the nearest legal ones, for a schedule that does not exist, does not fit the plan, or cannot
+    run.
     """
     # Frozen pydantic models are hashable, though their types do not declare it.
     if plan.schedule == "search":
-        return _searched(plan, model, seq_len)  # pyright: ignore[reportArgumentType]
+        run = Path(plan.schedule_costs).expanduser()
+        version = () if plan.schedule_costs == "estimated" else _version(run / TIMELINE)
+        return _searched(plan, model, seq_len, version)  # pyright: ignore[reportArgumentType]
     if not is_schedule_file(plan.schedule):
         return _named(plan)  # pyright: ignore[reportArgumentType]
     path = Path(plan.schedule).expanduser()
-    version: tuple[int, ...] = ()
-    with suppress(OSError):  # reported by the reader of the file
-        status = path.stat()
-        version = (status.st_mtime_ns, status.st_size)
-    schedule = _of_file(path, plan, version)  # pyright: ignore[reportArgumentType]
+    schedule = _of_file(path, plan, _version(path))  # pyright: ignore[reportArgumentType]
     if model is not None and model.ends_share_a_table:
         first, last = (schedule.placement[0][stage] for stage in (0, -1))
         if first != last and first + last != plan.pp - 1:
@@ -49,6 +48,14 @@ def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -
                 f"on rank {first} or {plan.pp - 1 - first}, or set model.{fix}"
             )
     return schedule
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Time and size of a file; () if its reader will report that it cannot be read."""
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_mtime_ns, status.st_size
+    return ()
 
 
 @lru_cache(maxsize=8)
@@ -75,12 +82,15 @@ def _options(plan: Plan) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _of_file(path: Path, plan: Plan, version: tuple[int, ...]) -> Schedule:
-    """Schedule of the file; a new `version` (time, size) invalidates the cached one."""
+    """Schedule of the file; a new `version` invalidates the cached one."""
     return fitting(load(path), plan, str(path))
 
 
 @lru_cache(maxsize=8)
-def _searched(plan: Plan, model: ModelConfig | None, seq_len: int) -> Schedule:
+def _searched(
+    plan: Plan, model: ModelConfig | None, seq_len: int, version: tuple[int, ...]
+) -> Schedule:
+    """Schedule of the search; a new `version` of measured costs invalidates the cached one."""
     # Imported late: only a search needs it.
     from moemesh.schedule.search import search
 

@@ -16,6 +16,8 @@ from moemesh.schedule.terapipe import stage_costs
 from moemesh.sharding.stages import cut_layers, last_stage_cost, layer_costs
 from moemesh.trace.timeline import Timeline, WorkRecord
 
+#: File of a run with its measured operations.
+TIMELINE = "timeline.json"
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
@@ -96,7 +98,7 @@ def measured_costs(records: Sequence[WorkRecord]) -> Costs:
 def costs_of_run(folder: Path) -> tuple[Costs, int]:
     """Seconds of each stage, measured in the last step of the run in `folder`, and the number of
     stages. Raises UserError for a folder without a timeline, or one without pipeline operations."""
-    path = folder / "timeline.json"
+    path = folder / TIMELINE
     try:
         timeline = Timeline.from_json(parse_json(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -104,7 +106,7 @@ def costs_of_run(folder: Path) -> tuple[Costs, int]:
             f"{path} cannot be read ({error.strerror}): measured costs need the folder of a run "
             "that has ended"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, AttributeError) as error:
         raise UserError(f"{path} does not hold the timeline of a run: {error}") from error
     records = [record for record in timeline.last_step().records if record.kind in KINDS]
     if not records:

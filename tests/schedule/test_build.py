@@ -248,3 +248,13 @@ def test_a_search_takes_the_times_that_a_run_has_measured(tmp_path: Path) -> Non
         build_step(Plan(pp=4, **keys))
     with pytest.raises(UserError, match=r"none/timeline\.json cannot be read"):
         costs_of_run(tmp_path / "none")
+    # A new run in the folder has other times; a foreign file has none.
+    one = simulate(build("gpipe", 1, 4), Costs(forward=1, input_gradient=2, weight_gradient=1))
+    for text, message in (
+        (json.dumps(one.timeline.to_json()), "measured 1 stages"),
+        ('{"ranks": [1e999], "records": [], "source": "measured", "unit": "s"}', "does not hold"),
+        ('{"ranks": [0], "records": [7], "source": "measured", "unit": "s"}', "does not hold"),
+    ):
+        (tmp_path / "timeline.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            build_step(Plan(pp=2, **keys))

@@ -128,7 +128,9 @@ def _unbuildable(values: Mapping[str, Any], installed: str, reason: str) -> Conf
 def _read(text: str, installed: str) -> Architecture:
     """The record of the ``config.json`` `text` by transformers `installed`: from the cache, else
     from a subprocess, which prints a problem as JSON and exits with code 2."""
-    key = hashlib.sha256(f"{RECORD_VERSION}/{installed}/{text}".encode()).hexdigest()
+    # What a layer computes and keeps is counted in torch.
+    versions = f"{RECORD_VERSION}/{installed}/{version('torch')}"
+    key = hashlib.sha256(f"{versions}/{text}".encode()).hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cached = home / "moemesh" / "architectures" / f"{key}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
