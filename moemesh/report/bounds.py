@@ -27,8 +27,8 @@ ENOUGH_ROWS, ENOUGH_COLUMNS = 300, 1024
 #: Share of the peak (MFU) below which a reason is given.
 _LOW_MFU = 0.3
 
-#: Axes of gradient sums and of other exchanges that happen once a step (with zero2 and zero3, in
-#: asynchronous schedules, more often).
+#: Axes of gradient sums and of gathered weights: once a step, or (:func:`_sums_each`) once a
+#: microbatch.
 GRADIENT_AXES = ("dp_cp", "stage", "edp", "dp", "world")
 #: Number of last steps (or bins of steps) whose loads count as current.
 _LAST_LOADS = 20
@@ -208,9 +208,14 @@ def _communication(evidence: Evidence) -> Judgement:
         axis = max(sizes, key=lambda name: (sizes[name], name))
         size, share = format_bytes(sizes[axis]), sizes[axis] / total
         text += f"; most bytes cross the axis {axis} ({size} a step of all ranks, {share:.0%})"
-        if axis in GRADIENT_AXES:
+        if axis in GRADIENT_AXES and not _sums_each(evidence):
             text += ", once a step: a larger data.global_batch needs fewer, and learns otherwise"
+        elif axis in GRADIENT_AXES:
+            text += ", once a microbatch: fewer and larger microbatches need fewer"
     tp, changes = evidence.degree("tp"), list[Overrides]()
+    microbatches = evidence.degree("microbatches")
+    if axis in GRADIENT_AXES and _sums_each(evidence) and microbatches % 2 == 0:
+        changes.append((f"plan.microbatches={microbatches // 2}",))
     if axis in ("ep", "etp", "ep_etp"):
         changes.append((f"plan.dispatch_chunks={2 * evidence.degree('dispatch_chunks')}",))
     if axis == "tp" and tp % 2 == 0:
@@ -218,6 +223,12 @@ def _communication(evidence: Evidence) -> Judgement:
     if axis == "pp" and evidence.plan.get("schedule") == "1f1b":
         changes.append(("plan.schedule=zb_h1",))
     return f"{text}.", "Send less over that axis, or overlap it with computation.", changes
+
+
+def _sums_each(evidence: Evidence) -> bool:
+    """Whether gradients are summed after every microbatch."""
+    plan = evidence.plan
+    return plan.get("data") in ("zero2", "zero3") or plan.get("schedule") == "pipedream"
 
 
 def _bubble(evidence: Evidence) -> Judgement:

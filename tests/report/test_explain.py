@@ -324,13 +324,25 @@ def test_a_lower_rate_is_at_most_the_usual_one(tmp_path, more, rate):
     assert lower_rate(run) == f"train.lr={rate}"
 
 
-def test_gradients_on_the_way_are_no_reason_to_change_the_batch(tmp_path):
-    folder = folder_of(tmp_path / "run", timeline(reduce=8.0))
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("zero1", "once a step: a larger data.global_batch needs fewer, and learns otherwise"),
+        ("zero2", "once a microbatch: fewer and larger microbatches need fewer"),
+        ("zero3", "once a microbatch: fewer and larger microbatches need fewer"),
+    ],
+)
+def test_gradients_on_the_way_are_no_reason_to_change_the_batch(tmp_path, data, words):
+    """A larger batch has as many sums under zero2 and zero3 if microbatches stay as large."""
+    config = CONFIG.replace("pp = 2", f'dp = 2\ndata = "{data}"').replace("\ndp = 1", "")
+    folder = folder_of(tmp_path / "run", timeline(reduce=8.0), config=config)
+    (folder / "plan.json").unlink(missing_ok=True)
     book = Ledger()
     book.record(**entry("dp_cp", "all_reduce", "backward", "gradients", 1, 8, 2**30, 8))
     (folder / "ledger.json").write_text(json.dumps(ledgers_to_json({0: book})))
     explanation = explain(Run.load(folder))
-    assert "global_batch" not in explanation.command and "and learns otherwise" in explanation.text
+    assert "global_batch" not in explanation.command and words in explanation.text
+    assert ("plan.microbatches=2" in explanation.command) == (data != "zero1")
 
 
 def test_lines_of_advice_are_separate_sentences(tmp_path):
