@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -14,6 +15,7 @@ from moemesh.monitor import progress
 from moemesh.report.verdict import MARK
 from moemesh.trace.machine import boot_name
 from moemesh.trace.profile import FOLDER, PLAIN, WARM_UP
+from moemesh.train.asynchronous import KEPT_STEPS
 from moemesh.train.session import Session, Steps
 from moemesh.train.step import FinishedStep
 
@@ -28,8 +30,9 @@ class ProfileTaken(Exception):
 class ProfiledSteps:
     """Profiles `num_steps` steps, after :data:`WARM_UP` steps and :data:`PLAIN` ones, whose time is
     measured without a profiler; every rank then writes its trace to the folder `profile` of the
-    run, with clock readings for the alignment, and raises ProfileTaken. Steps of one call of
-    :meth:`advance` (all up to a drain of the pipeline) count as one."""
+    run, with clock readings for the alignment, and raises ProfileTaken. Where a pipeline runs
+    several steps before it drains, it drains after each of the three kinds, and after
+    :data:`KEPT_STEPS` steps."""
 
     def __init__(self, session: Session, steps: Steps, num_steps: int) -> None:
         self._session, self._steps, self._num_steps = session, steps, num_steps
@@ -44,9 +47,11 @@ class ProfiledSteps:
 
     def advance(self, first: int) -> FinishedStep:
         """See :class:`Steps`."""
-        self._taken += 1
-        mesh = self._session.mesh
-        if self._taken == WARM_UP + PLAIN + 1:
+        mesh, num_unprofiled = self._session.mesh, WARM_UP + PLAIN
+        ends = (WARM_UP, num_unprofiled, num_unprofiled + self._num_steps)
+        left = next(end for end in ends if end > self._taken) - self._taken
+        self._session.drains_after = first - 1 + min(left, KEPT_STEPS)
+        if self._taken >= num_unprofiled and self._profile is None:
             kinds = [ProfilerActivity.CPU]
             if mesh.device.type == "cuda":
                 kinds.append(ProfilerActivity.CUDA)
@@ -62,18 +67,23 @@ class ProfiledSteps:
             barrier(mesh.control)
             self._profile = profile(activities=kinds)
             self._profile.start()
-        if self._profile is None:
-            waited = progress.waited_in_steps() or 0.0
+        is_profiled, waited = self._profile is not None, progress.waited_in_steps() or 0.0
+        steps: list[FinishedStep] = []
+        self._session.on_report = steps.append
+        with record_function(f"step {first}") if is_profiled else nullcontext():
             finished = self._steps.advance(first)
-            if self._taken > WARM_UP:
-                self._plain += finished.recorder.timeline().to_json()["records"]
-                self._seconds += finished.seconds
-                self._waited += (progress.waited_in_steps() or 0.0) - waited
-            return finished
-        with record_function(f"step {first}"):
-            finished = self._steps.advance(first)
-        self._phases += finished.recorder.timeline().to_json()["records"]
-        if self._taken < WARM_UP + PLAIN + self._num_steps:
+        steps.append(finished)
+        # The steps of a stream have one recorder.
+        recorders = {id(step.recorder): step.recorder for step in steps}.values()
+        phases = [entry for r in recorders for entry in r.timeline().to_json()["records"]]
+        if is_profiled:
+            self._phases += phases
+        elif self._taken >= WARM_UP:
+            self._plain += phases
+            self._seconds += sum(step.seconds for step in steps)
+            self._waited += (progress.waited_in_steps() or 0.0) - waited
+        self._taken += len(steps)
+        if self._taken < ends[-1]:
             return finished
         # Stop the profiler, and write the trace of this rank and its notes.
         del mesh.ledger.record  # which hid the method of the class
@@ -90,19 +100,20 @@ class ProfiledSteps:
             before = time.time()
             gather_json(0, mesh.control)
             readings.append((before, time.time()))
+        on_cpu = mesh.device.type == "cpu"
         notes = {
             "rank": rank,
             "host": socket.gethostname(),
             "boot": boot_name(),
             "trace": file.name,
-            "num_steps": self._num_steps,
+            "num_steps": self._taken - num_unprofiled,
             "readings": readings,
             # The recorder's clock is monotonic, the profiler's is the calendar.
             "epoch_minus_monotonic": time.time() - time.monotonic(),
             "phases": self._phases,
             "plain": self._plain,
             # On a GPU the host continues at once, and the device waits.
-            "waited": None if mesh.device.type != "cpu" else self._waited / self._seconds,
+            "waited": None if not on_cpu else min(self._waited / self._seconds, 1.0),
         }
         file.with_suffix(".notes.json").write_text(json.dumps(notes), encoding="utf-8")
         raise ProfileTaken

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -128,6 +128,9 @@ class Session:
                     keep_source(weights, folder)
             if (adapters := open_adapters(config)) is not None:
                 saving.load_weights(adapters, parallel, optimizer)
+        #: A further step of :meth:`next_drain`; a function that gets the steps of :meth:`report`.
+        self.drains_after: int | None = None
+        self.on_report: Callable[[FinishedStep], object] = lambda step: None
         #: (step, position in the data order after that step). A return to an earlier step sets the
         #: step back, but not the position: the samples read since are skipped.
         self._cursor = self.done, position
@@ -225,6 +228,7 @@ class Session:
     def report(self, step: FinishedStep) -> None:
         """Record a finished step that is not the last of :meth:`Steps.advance`."""
         progress.stepped()
+        self.on_report(step)
         self.record(step)
         progress.at_step(step.number + 1, self.mesh["pp"].index)
 
@@ -344,14 +348,15 @@ class Session:
                 time.sleep(0.1)
 
     def next_drain(self, first: int) -> int:
-        """The first step from `first` on after which a validation, a checkpoint, the end or
-        ``--stop-after`` is due: all stages must then hold the weights of that step."""
-        train, after = self.config.train, self.stop.after
+        """The first step from `first` on after which a validation, a checkpoint, the end,
+        ``--stop-after`` or an end of a profile is due: all stages must then hold the weights of
+        that step."""
+        train = self.config.train
         ends = [train.steps]
         for every in filter(None, (train.checkpoint_every, train.validate_every)):
             ends.append(-(-first // every) * every)
-        if after is not None and after >= first:
-            ends.append(after)
+        others = (self.stop.after, self.drains_after)
+        ends += [after for after in others if after is not None and after >= first]
         return min(ends)
 
     def exit_code(self) -> int:

@@ -223,3 +223,15 @@ def test_profile_of_several_ranks(tmp_path):
     marks = {str(e["name"]) for e in trace if str(e["name"]).startswith(MARK)}
     assert any("over tp" in name for name in marks) and any("over ep" in name for name in marks)
     assert time.monotonic() - begin < 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys", ["schedule=pipedream", "schedule=ampnet", "optimizer_validation=after"]
+)
+def test_steps_are_counted_where_a_pipeline_runs_several_before_it_drains(tmp_path, keys):
+    words = ["plan.pp=2", "plan.microbatches=2", f"plan.{keys}"]
+    text, trace = profiled(tmp_path, *(word for key in words for word in ("--set", key)))
+    assert "2 steps on 2 ranks" in text
+    forwards = [e["name"] for e in trace if e.get("cat") == "phase" and "F" in e["name"]]
+    assert len(forwards) == 2 * 2 * 2
