@@ -92,9 +92,10 @@ class Architecture:
     documents of one row ("positions", "masks", or "rows": nothing does); ``reads_between``:
     parameters outside of the layers are read between them, so that zero3 cannot free them;
     ``layer_output``: for each tensor that every layer returns, its dtype (in a bfloat16 model) and
-    its sizes after [B, S], where -k means min(k, S); ``uncut``: the reason why pipeline stages
-    cannot cut the layers, empty if they can; ``notes``: sentences that a run prints; ``costs``:
-    figures of the planner.
+    its sizes after [B, S], where -k means min(k, S); ``layer_items``: number of items in the tuple
+    that a layer returns, of which those after the tensors are None; 0 if a layer returns the tensor
+    itself; ``uncut``: the reason why pipeline stages cannot cut the layers, empty if they can;
+    ``notes``: sentences that a run prints; ``costs``: figures of the planner.
     """
 
     model_type: str
@@ -117,6 +118,7 @@ class Architecture:
     documents: str = "rows"
     reads_between: bool = False
     layer_output: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    layer_items: int = 0
     uncut: str = ""
     around: str = ""
     notes: tuple[str, ...] = ()

@@ -27,6 +27,7 @@ from tests import sandbox
 #: Key of a configuration -> its largest value in a tiny model.
 SIZES: dict[str, int] = {
     "n_embd": 64, "n_head": 4, "n_inner": 96, "n_positions": 512, "ffn_dim": 96,
+    "ffn_hidden_size": 96, "word_embed_proj_dim": 32,
     "vocab_size": 320, "unpadded_vocab_size": 310, "vocab_size_per_layer_input": 320,
     "hidden_size": 64, "hidden_size_per_layer_input": 16,
     "intermediate_size": 48, "dense_intermediate_size": 48, "moe_intermediate_size": 24,
@@ -47,7 +48,8 @@ SIZES: dict[str, int] = {
     "linear_num_heads": 4, "linear_head_dim": 16, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "mamba_d_head": 16, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_dt_rank": 8,
-    "mamba_head_dim": 16, "mamba_num_heads": 8, "ssm_state_size": 16, "n_groups": 2,
+    "mamba_head_dim": 16, "mamba_num_heads": 8, "mamba_d_ssm": 128, "ssm_state_size": 16,
+    "state_size": 16, "n_groups": 2,
     "chunk_size": 16, "mamba_chunk_size": 16, "block_size": 16,
     "sliding_window": 32, "sliding_window_size": 32, "rel_extent": 32,
     "max_position_embeddings": 512, "rotary_dim": 8,
@@ -80,6 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
         "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24,
     },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 128},
     "inkling2_loop_text": {
         "layer_types": ["hybrid_sliding", "hybrid"] * 4, "num_hidden_layers": 8,
@@ -89,6 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
         "num_hidden_layers": 6,
     },
+    "nemotron": {"num_key_value_heads": 8},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64,
         "indexer_compress_ratio": 4, "output_gate_type": "silu",
@@ -98,6 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
 BOUND: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"head_dim": 64, "qk_rope_head_dim": 8},
     "dots3_note_text": {"head_dim": 20},
+    "falcon_h1": {"mamba_n_heads": 16},
     "glm4v_moe_text": {
         "rope_parameters": {
             "rope_type": "default",
@@ -106,6 +111,7 @@ BOUND: dict[str, dict[str, Any]] = {
             "mrope_section": [2, 1, 1],
         }
     },
+    "mamba2": {"num_heads": 8},
     "mistral4": {"qk_nope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16},
 }
 #: Sizes of an encoder that are those of the text part.

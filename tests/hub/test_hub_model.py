@@ -29,7 +29,7 @@ from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
 from tests.hub.families import random_model
-from tests.hub.training import architecture_of, model_of, values_of
+from tests.hub.training import architecture_of, model_of, plain_model, values_of
 from tests.ranks import mesh_on_ranks
 
 
@@ -313,3 +313,8 @@ def test_buffers_of_a_module_without_parameters_are_held(name: str) -> None:
     assert {key for key, _ in first.named_buffers()} == {
         key for key in architecture.buffers if key.startswith(layer)
     }
+
+
+def test_buffers_that_a_larger_module_sets_are_those_of_transformers() -> None:
+    """The base model of Falcon-H1 writes the multipliers into its layers."""
+    assert any("mup_vector" in key for key, _ in plain_model("falcon_h1").named_buffers())

@@ -76,9 +76,11 @@ def train_config() -> TrainConfig:
 
 def plain_model(name: str) -> Any:
     """The model of transformers, in float64."""
-    net = blueprint(values_of(name)).build(torch.float64)
+    net, theirs = blueprint(values_of(name)).build(torch.float64), random_model(name)
     allocate(net, dtype=torch.float64)
-    net.load_state_dict(random_model(name).state_dict(), strict=False)
+    net.load_state_dict(theirs.state_dict(), strict=False)
+    for key, buffer in theirs.named_buffers():  # some are computed and not stored
+        torch.testing.assert_close(net.get_buffer(key), buffer.double(), rtol=0, atol=1e-4)
     return net
 
 

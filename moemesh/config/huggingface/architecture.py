@@ -26,7 +26,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.python import python_command
 
 #: Version of the record: an older one in the cache is left there and not read.
-RECORD_VERSION = 10
+RECORD_VERSION = 11
 #: Problem codes of our own reading for models that the code of transformers may still run.
 _BEYOND_US = frozenset({"not-available", "unknown-layer", "unknown-model", "missing"})
 #: The oldest supported and the first untested version of transformers.

@@ -221,6 +221,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         documents=documents,
         reads_between=reads_between,
         layer_output=layer_output,
+        layer_items=_items(uses.results[0]),
         uncut=uncut,
         around="" if whole is None or source.is_own else place_in(whole, model),
         notes=tuple(notes),
@@ -292,10 +293,10 @@ def _layer_output(
     def leave(*inputs: Any) -> None:
         raise _FirstLayer(inputs[-1])
 
-    kinds = {_tensors(result, _LENGTH) for result in results}
+    kinds = {(_tensors(result, _LENGTH), _items(result)) for result in results}
     if len(kinds) > 1:
         return ()
-    (tensors,) = kinds
+    ((tensors, _),) = kinds
     length, longer = _LENGTH, tensors
     while any(length in sizes for _, sizes in longer):
         if (length := 2 * length) > _LONGEST:
@@ -318,11 +319,18 @@ def _layer_output(
 
 def _tensors(result: Any, length: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Dtype and sizes after [B, S] of each tensor of a layer's `result`; () if it is not a tensor
-    [1, length, ...], nor a tuple or list of them."""
+    [1, length, ...], nor a tuple or list of them, which may end with None."""
     leaves = list(result) if isinstance(result, (tuple, list)) else [result]
+    while leaves and leaves[-1] is None:
+        leaves.pop()
     if not all(isinstance(leaf, Tensor) and leaf.shape[:2] == (1, length) for leaf in leaves):
         return ()
     return tuple((str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape[2:])) for leaf in leaves)
+
+
+def _items(result: Any) -> int:
+    """A value of `Architecture.layer_items`."""
+    return len(result) if isinstance(result, (tuple, list)) else 0
 
 
 def _against_stages(values: Mapping[str, Any]) -> str:

@@ -217,12 +217,17 @@ def allocate(
             with exactly(dtype):
                 for leaf, buffer in _buffers(module, owners[prefix], dtype).items():
                     module._buffers[leaf] = buffer.to(device)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module is not model:
+            # A model may set buffers of modules inside of it (the multipliers of Falcon-H1).
+            with exactly(dtype):
+                module._init_weights(_with_meta_parameters(module))
 
 
 def _buffers(module: nn.Module, owner: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """The initial values of a module's buffers, set by the model that owns it, on a copy of the
     module; in a float64 model they are computed in float64."""
-    clone, widens = copy.copy(module), dtype == torch.float64
+    clone, widens = _with_meta_parameters(module), dtype == torch.float64
     clone.__dict__["_buffers"] = {
         leaf: None
         if buffer is None
@@ -231,15 +236,21 @@ def _buffers(module: nn.Module, owner: PreTrainedModel, dtype: torch.dtype) -> d
         )
         for leaf, buffer in module._buffers.items()
     }
-    # The copy's parameters stay on the meta device, where initialization costs nothing.
+    owner._init_weights(clone)
+    return {leaf: buffer for leaf, buffer in clone._buffers.items() if buffer is not None}
+
+
+def _with_meta_parameters(module: nn.Module) -> Any:
+    """A copy of a module whose own parameters are on the meta device, where initialization costs
+    nothing and changes nothing."""
+    clone = copy.copy(module)
     clone.__dict__["_parameters"] = {
         leaf: None
         if parameter is None
         else nn.Parameter(torch.empty_like(parameter, device="meta"))
         for leaf, parameter in module._parameters.items()
     }
-    owner._init_weights(clone)
-    return {leaf: buffer for leaf, buffer in clone._buffers.items() if buffer is not None}
+    return clone
 
 
 @torch.no_grad()

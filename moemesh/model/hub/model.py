@@ -378,7 +378,10 @@ class HubModel(Transformer):
             zeros = torch.zeros((), dtype=self.dtype, device=ids.device).expand(shape)
             module._parameters[leaf] = nn.Parameter(zeros, requires_grad=False)
         self._absent.clear()
-        return torch.zeros(*ids.shape, self.config.hidden_size, dtype=self.dtype, device=ids.device)
+        # Some models project a narrower embedding to the hidden size.
+        table: Any = self.net.get_input_embeddings()
+        width = getattr(table, "embedding_dim", self.config.hidden_size)
+        return torch.zeros(*ids.shape, width, dtype=self.dtype, device=ids.device)
 
     def _run_layer(self, index: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward `inner` of one decoder layer, with its weights gathered; recomputed in the
@@ -387,8 +390,9 @@ class HubModel(Transformer):
         if self._context is None:  # outside of a run
             return inner(*args, **kwargs)
         if index < part.layers.start:
-            received = self._received
-            return received[0] if len(received) == 1 else tuple(received)
+            if not (count := self.architecture.layer_items):
+                return self._received[0]
+            return (*self._received, *[None] * (count - len(self._received)))
         at_layer(index)
         leaves, spec = _pytree.tree_flatten((args, kwargs))
         leaves = together(leaves)
@@ -414,7 +418,8 @@ class HubModel(Transformer):
 
             # The routers' logits that transformers has recorded so far in this forward.
             logits = (_active_collector.get() or {}).get("router_logits", ())
-            raise _StageEnd(results, tuple(logits))
+            tensors = [result for result in results if result is not None]
+            raise _StageEnd(tensors, tuple(logits))
         if index == self.architecture.num_layers - 1:
             results[first] = weights.enter("head", self.begin_graph("head", results[first]))
         return _pytree.tree_unflatten(results, form)
@@ -522,14 +527,17 @@ class _Hidden:
 
 
 class _Stub(nn.Module):
-    """A base model that returns given hidden states; other attributes are those of `base`."""
+    """A base model that returns given hidden states; other attributes are those of `base`. The code
+    around it may call a model inside of it instead (OPT: ``model.decoder``), so these are stubs,
+    too."""
 
     def __init__(self, base: nn.Module, hidden_BSH: Tensor) -> None:
         super().__init__()
         self.__dict__["base"], self.__dict__["hidden"] = base, hidden_BSH
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["base"], name)
+        value = getattr(self.__dict__["base"], name)
+        return _Stub(value, self.hidden) if isinstance(value, PreTrainedModel) else value
 
     def forward(self, *args: Any, **kwargs: Any) -> _Hidden:
         return _Hidden(self.__dict__["hidden"])

@@ -45,6 +45,13 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"depth", 2),
 )  # fmt: skip
 
+#: Keys of the number of heads of Mamba layers, and of the size of a head.
+_MAMBA_HEADS = (
+    ("num_heads", "head_dim"),
+    ("mamba_n_heads", "mamba_d_head"),
+    ("n_mamba_heads", "mamba_headdim"),
+)
+
 
 def shrunken(values: Mapping[str, Any], experts: int = 8, layers: int = 2) -> Blueprint:
     """The small model of a parsed ``config.json``, with at most `experts` experts and at least
@@ -133,7 +140,9 @@ def _small(
             value = _small(table, layers, experts, names)
         elif isinstance(value, list):
             items = cast("list[Any]", value)
-            if total is not None and len(items) >= total:  # an item for each layer, or more
+            # An item for each layer; lists of layers may have more items than there are layers.
+            longer = len(items) > total if total is not None and "layer" in str(key) else False
+            if len(items) == total or longer:
                 items = items[: len(items) - total + min(total, layers)]
             elif str(key).endswith("layers"):
                 items = [item for item in items if not isinstance(item, int) or item <= layers]
@@ -154,6 +163,15 @@ def _small(
             if values[key] in (rotary, both):
                 summed = parts[1:] if values[key] == rotary else parts
                 small[key] = sum(small[part] for part in summed)
+    # The inner width of Mamba layers is that of their heads.
+    expand = values.get("mamba_expand", values.get("expand"))
+    for count, size in _MAMBA_HEADS:
+        if not isinstance(values.get(size), int) or not values.get(count):
+            continue
+        if values.get("mamba_d_ssm"):
+            small["mamba_d_ssm"] = small[count] * small[size]
+        elif expand and values[count] * values[size] == expand * values["hidden_size"]:
+            small[size] = int(expand * small["hidden_size"]) // small[count]
     # Numbers of rotary pairs for time, height and width; their sum is that of all rotated pairs.
     rope = dict(small.get("rope_parameters") or {})
     if "mrope_section" in rope:
