@@ -80,7 +80,7 @@ def plain_model(name: str) -> Any:
     allocate(net, dtype=torch.float64)
     net.load_state_dict(theirs.state_dict(), strict=False)
     for key, buffer in theirs.named_buffers():  # some are computed and not stored
-        torch.testing.assert_close(net.get_buffer(key), buffer.double(), rtol=0, atol=1e-4)
+        torch.testing.assert_close(net.get_buffer(key).double(), buffer.double(), rtol=0, atol=1e-4)
     return net
 
 
