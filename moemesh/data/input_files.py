@@ -15,6 +15,7 @@ import stat
 import sysconfig
 import zlib
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import glob, has_magic
@@ -217,9 +218,16 @@ def _of_dataset(root: Path, files: list[Path]) -> list[Path]:
     return [file for file in files if file in chosen]
 
 
-def note_on_splits(path: str | None, files: list[DataFile]) -> str | None:
-    """A sentence on the splits other than train in the folder `path`, of which :func:`find`
-    returned `files`; None without such splits."""
+def notes_on(path: str | None, files: list[DataFile]) -> list[str]:
+    """Sentences on `path`, of which :func:`find` returned `files`: on several formats, and on other
+    splits than train."""
+    counts, splits = Counter(file.format for file in files), _note_on_splits(path, files)
+    formats = ", ".join(f"{count} {format}" for format, count in counts.most_common())
+    mixed = f"{path} holds files of several formats ({formats}); all of them are read"
+    return [mixed] * (len(counts) > 1) + ([] if splits is None else [splits])
+
+
+def _note_on_splits(path: str | None, files: list[DataFile]) -> str | None:
     if path is None or not (root := Path(path).expanduser()).is_dir():
         return None
     if any(file.format == "dataset" for file in files):  # the package datasets reads the folder

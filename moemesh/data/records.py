@@ -551,7 +551,10 @@ def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
             f'{path} has neither a column "{text_key}" nor "{MESSAGES}", but {some(names)}: '
             + (TOKEN_IDS if any(name in IDS for name in names) else advice)
         )
-    return [name for name in dict.fromkeys(wanted) if name in names]
+    wanted = [name for name in dict.fromkeys(wanted) if name in names]
+    if twice := [name for name in wanted if names.count(name) > 1]:
+        raise DataError(f"{path} has the columns {some(twice)} more than once")
+    return wanted
 
 
 def without_nulls(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from moemesh.config.errors import found_by, refuse_together
 from moemesh.config.load import Resolved
 from moemesh.data.corpus import Corpus, is_whole_file
 from moemesh.data.indexed import BIN, IDX, MASK, SUFFIXES, IndexedTokens, path_with, prefix_of
-from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find, note_on_splits
+from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find, notes_on
 from moemesh.data.records import BadRecordError, BadRecordLog
 from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.tokenizer import DataError, Tokenizer
@@ -119,11 +118,7 @@ def open_source(
             for tokens in opened
         )
     files = find(source.path, source.format)
-    counts = Counter(file.format for file in files)
-    if len(counts) > 1:
-        formats = ", ".join(f"{count} {format}" for format, count in counts.most_common())
-        log(f"note: {name} holds files of several formats ({formats}); all of them are read")
-    if (note := note_on_splits(source.path, files)) is not None:
+    for note in notes_on(source.path, files):
         log(f"note: {note}")
     bad_records = BadRecordLog(data.bad_records, data.bad_record_share, name)
     folder = cache if data.cache is None else Path(data.cache).expanduser()

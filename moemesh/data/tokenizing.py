@@ -51,7 +51,7 @@ from moemesh.data.input_files import (
     DataFile,
     check_head,
     find,
-    note_on_splits,
+    notes_on,
     reading,
 )
 from moemesh.data.records import NAMED, BadRecordLog
@@ -377,7 +377,7 @@ class TokenizeJob:
             on_note(f"{self.prefix} is complete: it was made of these files with these settings")
             return facts
 
-        if (note := note_on_splits(self.source, [part.file for part in self.parts])) is not None:
+        for note in notes_on(self.source, [part.file for part in self.parts]):
             on_note(note)
 
         def refuse() -> None:

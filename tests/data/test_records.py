@@ -198,6 +198,10 @@ def test_another_key(tmp_path: Path) -> None:
     assert [record for _, record in all_of(tmp_path / "a.parquet", text_key="content")] == [b"x"]
     with pytest.raises(DataError, match=r'neither a column "text" nor "messages", but "content"'):
         texts(tmp_path / "a.parquet")
+    twice = pa.table([["x"], ["y"]], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r'a\.parquet has the columns "text" more than once'):
+        texts(tmp_path / "a.parquet")
 
 
 def test_conversations_of_tables(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.corpus import Corpus
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
-from moemesh.data.input_files import find, note_on_splits, pinned
+from moemesh.data.input_files import find, notes_on, pinned
 from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.sources import check, open_samples, with_vocabulary
 from moemesh.data.tokenizer import DataError, Tokenizer
+from moemesh.data.tokenizing import TokenizeJob, TokenSettings
 from moemesh.sharding.load_run import load_run
 from moemesh.train.preparation import RunRequest
 from tests.commands import python
@@ -246,10 +247,17 @@ def test_a_note_names_files_that_are_read(tmp_path: Path) -> None:
     """Neither files of another format nor the splits of a saved dataset."""
     for name in ("train.jsonl", "test.txt"):
         lines(tmp_path / name, name, 5)
-    assert note_on_splits(str(tmp_path), find(str(tmp_path), "jsonl")) is None
-    assert "(test.txt)" in (note_on_splits(str(tmp_path), find(str(tmp_path))) or "")
+    assert notes_on(str(tmp_path), find(str(tmp_path), "jsonl")) == []
+    of_formats, of_splits = notes_on(str(tmp_path), find(str(tmp_path)))
+    assert "(1 text, 1 jsonl)" in of_formats and "(test.txt)" in of_splits
+    (tmp_path / "test.txt").write_text("text")
+    notes: list[str] = []
+    TokenizeJob.open(str(tmp_path), f"{tmp_path}-out/x", TokenSettings(tokenizer="bytes")).run(
+        on_note=notes.append
+    )
+    assert notes == [of_formats, of_splits]
     (tmp_path / "dataset_dict.json").touch()
-    assert note_on_splits(str(tmp_path), find(str(tmp_path))) is None
+    assert notes_on(str(tmp_path), find(str(tmp_path))) == []
 
 
 def test_a_format_selects_the_files_of_a_glob_unless_none_has_such_a_name(tmp_path: Path) -> None:
