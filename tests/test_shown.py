@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moemesh as mm
+from moemesh.balance import plan_quotas, rebalance_incremental, split_loads
 from moemesh.planner.planned_layout import PlannedLayout
 from tests.report.fake_run import write_fake_run
 
@@ -85,6 +86,18 @@ OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: mm.rebalance_experts(torch.tensor(LOADS), 288, 8, 4, 32, effort="fast"),
         "ExpertPlacement(layers=58",
     ),
+    "rebalance_incremental": (
+        lambda: rebalance_incremental(LOADS[:1], np.arange(256)[None], num_gpus=32),
+        "Replan(physical_to_logical=int64 [1, 256]",
+    ),
+    "split_loads": (
+        lambda: split_loads(LOADS[:1], np.arange(256)[None], num_gpus=32),
+        "LoadSplit(shares=float64 [1, 256]",
+    ),
+    "plan_quotas": (
+        lambda: plan_quotas([[4, 2], [1, 1]], [0, 1], 1),
+        "QuotaPlan(home=int64 [2], spare_expert=",
+    ),
     "Mesh": (lambda: mm.Mesh.single("cpu"), "Mesh(rank=0, layout=Layout()"),
     "parallelize": (parallel_model, "ParallelModel(mesh=Mesh(rank=0"),
     "its step": (
@@ -103,6 +116,9 @@ OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 #: Objects without a picture.
 WITHOUT_PICTURE = {
+    "rebalance_incremental",
+    "split_loads",
+    "plan_quotas",
     "schedules.check",
     "Costs",
     "parallelize",

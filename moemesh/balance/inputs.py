@@ -63,6 +63,9 @@ def is_tensor(value: object) -> bool:
 def to_array(value: Any, name: str) -> np.ndarray[Any, Any]:
     """A numpy array of a tensor, array or nested list. Raises BalanceError."""
     if is_tensor(value):
+        if value.is_meta or value.layout != sys.modules["torch"].strided:
+            kind = "a tensor on the meta device" if value.is_meta else f"of {value.layout}"
+            raise BalanceError(f"{name} must be numbers in a dense tensor, and is {kind}")
         value = value.detach().cpu()
         value = value.double().numpy() if value.is_floating_point() else value.numpy()
     try:
@@ -214,7 +217,8 @@ def check_placement(
         raise BalanceError(
             f"{name} must be {num_layers} layers x slots, and is {shape or 'one number'}"
         )
-    slots = np.ascontiguousarray(array, np.int64)
+    with np.errstate(invalid="ignore"):  # NaN and large numbers differ from their integers
+        slots = np.ascontiguousarray(array, np.int64)
     num_gpus = check_count(num_gpus, "num_gpus")
     if (slots != array).any():
         raise BalanceError(f"{name} must hold whole numbers of experts")

@@ -131,7 +131,8 @@ def _whole(value: Any, name: str) -> Ints:
     array = to_array(value, name)
     if array.dtype == np.int64 and array.flags.c_contiguous:
         return array
-    whole: Ints = np.ascontiguousarray(array, np.int64)
+    with np.errstate(invalid="ignore"):  # NaN and large numbers differ from their integers
+        whole: Ints = np.ascontiguousarray(array, np.int64)
     if np.any(whole != array):
         raise BalanceError(f"{name} must hold whole numbers")
     return whole

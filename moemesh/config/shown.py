@@ -26,7 +26,7 @@ class Shown:
         kind: Any = type(self)
         fields: dict[str, Any] = getattr(kind, "__dataclass_fields__", None) or kind.model_fields
         pairs = ((name, getattr(self, name), field.default) for name, field in fields.items())
-        return {name: value for name, value, default in pairs if value != default}
+        return {name: value for name, value, default in pairs if _differs(value, default)}
 
     def __repr__(self) -> str:
         return short_repr(self, self.facts())
@@ -39,6 +39,12 @@ class Shown:
         )
         picture = PICTURES[name](self) if name in PICTURES else ""
         return f"<div><table><caption>{name}</caption>{rows}</table>{picture}</div>"
+
+
+def _differs(value: Any, default: Any) -> bool:
+    """Whether a value is not its default; an array of several numbers never is."""
+    differs = value != default
+    return bool(getattr(differs, "shape", ())) or bool(differs)
 
 
 def short_repr(thing: object, facts: Mapping[str, object]) -> str:

@@ -150,10 +150,12 @@ def test_kinds_and_the_three_maps() -> None:
         ([[0, 1]], {}, r"expert 2 has no slot"),
         ([0, 1, 2, 0], {}, r"previous must be 1 layers x slots, and is 4"),
         ([[0, 1, 2, 0.5]], {}, r"whole numbers"),
+        ([[0, 1, 2, float("nan")]], {}, r"whole numbers"),
         ([[0, 1, 2, 0]], {"tolerance": -0.1}, r"tolerance must be at least 0, and is -0.1"),
         ([[0, 1, 2, 0]], {"margin": 1.0}, r"margin must be at least 0 and below 1"),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_mistakes(previous: list, more: dict, message: str) -> None:
     with pytest.raises(BalanceError, match=message):
         rebalance_incremental([[3.0, 2.0, 1.0]], previous, num_gpus=2, **more)

@@ -143,6 +143,7 @@ def test_permuted_homes() -> None:
     [
         ([[1, -2]], [0, 0], "must not be negative, and hold -2"),
         ([[1, 0.5]], [0, 0], "counts must hold whole numbers"),
+        ([[1, float("inf")]], [0, 0], "counts must hold whole numbers"),
         ([[1, 2]], [0], "a rank for each of 2 experts, and has 1"),
         ([[1, 2]], [0, 1], "home names rank 1: there are ranks 0 to 0"),
         ([[1, 2]], [0, -1], "home names rank -1"),
@@ -150,6 +151,7 @@ def test_permuted_homes() -> None:
         ([[[1]]], [0], "3 dims"),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_mistakes(counts: list, home: list, message: str) -> None:
     with pytest.raises(BalanceError, match=message):
         plan_quotas(counts, home, 1)

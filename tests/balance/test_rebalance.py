@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,6 @@ def test_the_example_of_the_seed() -> None:
 
 
 def test_results_are_of_the_kind_that_came_in() -> None:
-    torch = pytest.importorskip("torch")
     loads = EXAMPLE["loads"]
     lists = rebalance_experts(loads, *SIZES)
     arrays = rebalance_experts(np.array(loads), *SIZES)
@@ -259,6 +259,12 @@ GOOD = [[1.0, 2.0, 3.0, 4.0]]
         ([[]], (1, 1, 1, 1), r"empty: 1 layers x 0 experts"),
         ([[1.0, 2.0], [1.0]], (2, 1, 1, 1), r"rows have different lengths"),
         ([["a"]], (1, 1, 1, 1), r"must be numbers"),
+        (
+            torch.ones(1, 1, device="meta"),
+            (1, 1, 1, 1),
+            r"dense tensor, and is a tensor on the meta",
+        ),
+        (torch.ones(1, 1).to_sparse(), (1, 1, 1, 1), r"dense tensor, and is of torch.sparse_coo"),
     ],
 )
 def test_mistakes(loads: list, sizes: tuple, message: str) -> None:
