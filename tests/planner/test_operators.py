@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import product
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moemesh.planner.operators.graph import solve
+from moemesh.config.cluster import load_cluster
+from moemesh.planner.operators.blocks import EMBEDDING, HEAD, STREAM
+from moemesh.planner.operators.graph import least_seconds, solve
 from moemesh.planner.operators.resharding import MeshAxis, reshard_seconds
 from moemesh.planner.operators.strategies import CostModel, GraphBuilder
+from moemesh.planner.shapes.load_shape import load_model
+from moemesh.planner.stages.division import best_division
+from moemesh.planner.stages.two_level import StageMesh
 from tests.planner.graphs import brute_force, graph_of, random_graph
 
 
@@ -55,6 +63,56 @@ def test_highs_equals_brute_force(
     total = solution.cost.seconds + price * solution.cost.memory_bytes(in_flight)
     assert total == pytest.approx(brute_force(graph, price, in_flight), rel=1e-7)
     assert solution.cost == graph.cost(solution.choices)
+
+
+@given(seed=st.integers(0, 2**20), num_operators=st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_no_assignment_undercuts_the_least_seconds_of_a_group(
+    seed: int, num_operators: int
+) -> None:
+    graph = random_graph(seed, num_operators)
+    choices = product(*(range(len(one.strategies)) for one in graph.operators))
+    costs = [graph.group_costs(choice) for choice in choices]
+    for group, seconds in least_seconds(graph).items():
+        assert seconds == pytest.approx(min(cost[group].seconds for cost in costs), rel=1e-6)
+
+
+def mesh_of(cap_bytes: float, last: float, *, microbatches: int) -> StageMesh:
+    """Two stages of six layers on a stream in one of two layouts. In the first a layer takes 1.0
+    seconds and 4 bytes, in the second 1.02 and 1. The head takes `last` in the first, else 0.9."""
+    mesh = object.__new__(StageMesh)
+    far = [[0.0, np.inf], [np.inf, 0.0]]
+    mesh.graph = graph_of(
+        [[0.0, 0.0], [0.0, 0.0], [1.0, 1.02], [last, 0.9]],
+        {(0, 1): far, (0, 2): far, (0, 3): far},
+        state=[[0, 0], [0, 0], [4, 1], [0, 0]],
+        groups=[STREAM, EMBEDDING, "dense layer", HEAD],
+        counts={"dense layer": 6},
+    )
+    cluster = load_cluster("dgx_h100")
+    free = {"inter_node_latency": 0.0, "intra_node_latency": 0.0, "intra_node_bandwidth": 1e30}
+    shape = load_model("llama3-8b").shape.truncated(6)
+    mesh.search = SimpleNamespace(
+        shape=shape, cluster=cluster.model_copy(update=free), cap_bytes=cap_bytes
+    )
+    mesh.blocks = SimpleNamespace(stream_bytes=0.0)
+    mesh.num_stages, mesh.devices, mesh.microbatches = 2, 1, microbatches
+    mesh.in_flight, mesh.assignments = (1.0, 1.0), []
+    mesh.add(0.0)
+    mesh.unlimited_seconds = best_division(mesh.costs(np.inf).table(), microbatches).seconds
+    return mesh
+
+
+def test_the_bound_of_a_mesh_holds_if_stages_take_several_assignments() -> None:
+    """The fastest assignment is no bound: a lighter one is faster in the stage of the head."""
+    undercut = 0
+    for cap, last, microbatches in product((6.0, 12.0, 16.0, 99.0), (0.9, 0.95, 1.0), (1, 4, 32)):
+        mesh = mesh_of(cap, last, microbatches=microbatches)
+        division = best_division(mesh.refined.table(), microbatches)
+        assert division is not None
+        assert mesh.lower_bound <= division.seconds * (1 + 1e-9)
+        undercut += division.seconds < mesh.unlimited_seconds * (1 - 1e-9)
+    assert undercut > 0
 
 
 def test_forbidden_strategies_are_not_taken() -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from moemesh.config.cluster import load_cluster
 from moemesh.planner.requests import PartitionRequest
+from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.stages.answer import METHODS, Partition
-from moemesh.planner.stages.division import StageError
+from moemesh.planner.stages.division import StageError, best_division
 from moemesh.planner.stages.partition import compare, partition
+from moemesh.planner.stages.two_level import TwoLevelSearch
 from tests.test_cli import Invoke
 
 pytestmark = pytest.mark.usefixtures("large_machine")
@@ -74,6 +77,28 @@ def test_methods_agree_and_baselines_say_their_gap() -> None:
     assert random.gap > 0
     for answer in (dp, ilp, random, learned):
         check_sums(answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gigabytes", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b"])
+def test_skipped_meshes_hold_nothing_better(model: str, gigabytes: float) -> None:
+    """The search's answer is the best of all meshes, and each is above its bound."""
+    size = {"gpus_per_node": 4, "nodes": 1, "memory_bytes": int(gigabytes * 2**30)}
+    cluster, shape = load_cluster("dgx_h100"), load_model(model).shape.truncated(3)
+    request = PartitionRequest(model=model, cluster="", global_batch=8, seq_len=512)
+    search = TwoLevelSearch(shape, cluster.model_copy(update=size), request)
+    divisions = [
+        (mesh, best_division(mesh.refined.table(), mesh.microbatches)) for mesh in search.meshes
+    ]
+    for mesh, division in divisions:
+        assert division is None or mesh.lower_bound <= division.seconds * (1 + 1e-9)
+    seconds = [division.seconds for _, division in divisions if division is not None]
+    if not seconds:
+        with pytest.raises(StageError):
+            search.best(best_division)
+    else:
+        assert search.best(best_division)[1].seconds == pytest.approx(min(seconds), rel=1e-9)
 
 
 CASES: list[tuple[str, int, int, int, int | None]] = [

@@ -13,7 +13,7 @@ by which its costs are multiplied: a model of 60 layers of two kinds is a graph 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -228,6 +228,30 @@ def solve(graph: OperatorGraph, *, byte_price: float = 0.0, in_flight: float = 1
     assert chosen is not None, "no choice of strategies is feasible"
     choices = tuple(int(np.argmax(chosen[variables])) for variables in nodes)
     return Assignment(choices, graph.cost(choices))
+
+
+def least_seconds(graph: OperatorGraph) -> dict[str, float]:
+    """Least seconds of one copy of each group, whatever the others take: what no assignment
+    undercuts."""
+    least: dict[str, float] = {}
+    for group in dict.fromkeys(operator.group for operator in graph.operators):
+        edges = [edge for edge in graph.edges if edge.group == group]
+        ends = {end for edge in edges for end in (edge.source, edge.target)}
+        place: dict[int, int] = {}
+        operators: list[Operator] = []
+        for number, operator in enumerate(graph.operators):
+            if operator.group == group or number in ends:
+                place[number] = len(operators)
+                if operator.group != group:
+                    # An operator of another group at an edge of this one costs nothing here.
+                    free = tuple(replace(one, seconds=0.0) for one in operator.strategies)
+                    operator = replace(operator, strategies=free)
+                operators.append(operator)
+        moved = [
+            replace(edge, source=place[edge.source], target=place[edge.target]) for edge in edges
+        ]
+        least[group] = solve(OperatorGraph(operators=operators, edges=moved)).cost.seconds
+    return least
 
 
 def _classes(table: np.ndarray) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

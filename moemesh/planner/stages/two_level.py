@@ -7,9 +7,11 @@ memory, the inner level is solved at several prices of a byte (in seconds), and 
 the fastest answer that fits.
 
 All stages have the same mesh, and all boundaries between the layers of an assignment one layout,
-because a run has one set of degrees. The best division under the fastest assignment, without a
-memory cap, serves as the lower bound of a mesh: meshes are tried in the order of their bounds, and
-the search ends at a bound above the best answer.
+because a run has one set of degrees. Meshes are tried in the order of their best division under the
+fastest assignment, without a memory cap, which is a lower bound where this assignment fits. Where
+it does not, stages may take others, of which one may be faster in a part of the model: there the
+bound (:attr:`StageMesh.lower_bound`) takes the least seconds of each part by itself. Meshes with a
+bound above the best answer are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy as np
 from moemesh.config.cluster import Cluster
 from moemesh.config.suggest import divisors
 from moemesh.planner.operators.blocks import EMBEDDING, HEAD, TransformerBlocks, group_of
-from moemesh.planner.operators.graph import Assignment, Cost, FloatArray, solve
+from moemesh.planner.operators.graph import Assignment, Cost, FloatArray, least_seconds, solve
 from moemesh.planner.operators.strategies import cost_model
 from moemesh.planner.requests import PartitionRequest
 from moemesh.planner.shapes.shape import ModelShape
@@ -66,7 +68,20 @@ class StageMesh:
         self.add(0.0)
         unlimited = best_division(self.costs(np.inf).table(), self.microbatches)
         assert unlimited is not None
-        self.lower_bound = unlimited.seconds
+        #: Seconds of a step under the fastest assignment, without a memory cap.
+        self.unlimited_seconds = unlimited.seconds
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """Lower bound of the seconds of a step under any assignments that fit."""
+        if self._fits(self.assignments[0]):
+            return self.unlimited_seconds
+        least = {group: Cost(seconds) for group, seconds in least_seconds(self.graph).items()}
+        layers = [least[group_of(kind)] for kind in self.search.shape.kinds]
+        layers[0], layers[-1] = layers[0].plus(least[EMBEDDING]), layers[-1].plus(least[HEAD])
+        bound = best_division(self._stage_costs([layers], np.inf).table(), self.microbatches)
+        assert bound is not None
+        return bound.seconds
 
     def add(self, byte_price: float) -> Assignment:
         """Solve for the best assignment at `byte_price` seconds per byte, and keep it."""
@@ -85,6 +100,10 @@ class StageMesh:
             layers[0] = layers[0].plus(groups[EMBEDDING])
             layers[-1] = layers[-1].plus(groups[HEAD])
             rows.append(layers)
+        return self._stage_costs(rows, cap_bytes)
+
+    def _stage_costs(self, rows: list[list[Cost]], cap_bytes: float) -> StageCosts:
+        """Costs of the stages from those of each option's layers."""
         seconds, state, saved = np.array(rows, dtype=float).transpose(2, 0, 1)
         # A microbatch's stream to the next stage and its gradient back, shared by all devices.
         cluster = self.search.cluster
@@ -191,8 +210,8 @@ class StageMesh:
 
 
 class TwoLevelSearch:
-    """All stage meshes of a model on a cluster, by ascending lower bound. `stages` and
-    `microbatches` of `request` are chosen by the search if they are None."""
+    """All stage meshes of a model on a cluster, the fastest without a memory cap first. The search
+    chooses `stages` and `microbatches` of `request` that are None."""
 
     def __init__(self, shape: ModelShape, cluster: Cluster, request: PartitionRequest) -> None:
         self.shape, self.cluster, self.request = shape, cluster, request
@@ -211,7 +230,7 @@ class TwoLevelSearch:
                 is_new = devices > node or outer <= inner
                 if min(outer, inner) > 1 and not node % inner and is_new:
                     meshes.append(StageMesh(self, num_stages, {"outer": outer, "inner": inner}))
-        self.meshes = sorted(meshes, key=lambda mesh: mesh.lower_bound)
+        self.meshes = sorted(meshes, key=lambda mesh: mesh.unlimited_seconds)
 
     def best(self, divide: Divide) -> tuple[StageMesh, Division]:
         """The best mesh and division; `divide` is the outer level. Raises StageError when nothing
@@ -219,8 +238,10 @@ class TwoLevelSearch:
         best: tuple[StageMesh, Division] | None = None
         needed: dict[int, float] = {}
         for mesh in self.meshes:
-            if best is not None and mesh.lower_bound >= best[1].seconds:
-                break
+            # The bound is at most the seconds without a cap, and computed if these are too long.
+            limit = np.inf if best is None else best[1].seconds
+            if mesh.unlimited_seconds >= limit and mesh.lower_bound >= limit:
+                continue
             division = divide(mesh.refined.table(), mesh.microbatches)
             if division is None:
                 least = mesh.refined.smallest_cap()
