@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from math import gcd
 from typing import Any
 
 import pytest
 
-from moemesh.config.cluster import load_cluster
+from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.plan import RECOMPUTED
 from moemesh.planner.layout_sources import read_plan
@@ -88,6 +90,54 @@ def test_no_part_of_a_step_is_negative(model) -> None:
     parts = pricing(slow).seconds(shape_of(model), layout)
     total = parts.pop("total")
     assert min(parts.values()) >= 0 and sum(parts.values()) == pytest.approx(total)
+
+
+def faster(cluster: Cluster, part: str, factor: float) -> Cluster:
+    """The cluster with `factor` times the rate of one part."""
+    rate = getattr(cluster, part)
+    if part == "peak_flops":
+        return cluster.model_copy(update={part: {key: factor * it for key, it in rate.items()}})
+    return cluster.model_copy(update={part: factor * rate})
+
+
+#: Layouts of a random question, by key.
+OPTIONS: dict[str, list[Any]] = {
+    "pp": [2, 4, 8],
+    "dp": [1, 2, 4],
+    "tp": [1, 2],
+    "ep": [1, 2, 4, 8],
+    "schedule": ["1f1b", "zb_h1", "zb_h2", "zb_v", "gpipe", "dualpipe", "dualpipe_v"],
+    "seq_len": [16, 128, 1024, 4096],
+    "zero": [0, 1, 2],
+    "recompute": [frozenset(), frozenset({"full"}), frozenset({"experts"})],
+    "adapters": [False, False, True],
+}
+
+
+@pytest.mark.parametrize(
+    ("seed", "questions"), [(10, 40), pytest.param(1, 600, marks=pytest.mark.slow)]
+)
+def test_a_faster_part_never_slows_a_step(seed: int, questions: int) -> None:
+    """Not even where launches and slow parts hide each other, and in schedules that defer the
+    weight gradients."""
+    chance, slower = random.Random(seed), list[Any]()
+    for _ in range(questions):
+        keys = {key: chance.choice(values) for key, values in OPTIONS.items()}
+        name = chance.choice(("qwen3-30b-a3b", "deepseek-v2-lite", "mixtral-8x7b", "llama3-8b"))
+        shape = shape_of(name).truncated(chance.choice((16, 24)))
+        keys["ep"] = gcd(keys["ep"], keys["dp"] * keys["tp"]) if shape.is_moe else 1
+        batch = chance.choice((2, 4)) * keys["pp"] * keys["dp"]
+        layout = PlannedLayout(**keys, global_batch=batch)
+        parts = ("peak_flops", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth")
+        part, factor = chance.choice(parts), chance.choice((1.05, 1.5, 4, 30))
+        cluster = load_cluster(chance.choice(("dgx_h100", "dgx_a100", "hgx_h800")))
+        before, after = (
+            pricing(one).seconds(shape, layout)["total"]
+            for one in (cluster, faster(cluster, part, factor))
+        )
+        if after > before * (1 + 1e-9):
+            slower.append((after / before, part, factor, name, layout))
+    assert not slower
 
 
 def test_the_search_cuts_states_of_experts_without_replicas_of_dense_weights() -> None:

@@ -562,6 +562,14 @@ def layer_times(
         layers.append(LayerTime(forward, backward, first.weight_gradient + second.weight_gradient))
     dense_layer, routed_layer = layers
     forward = longer(routed_layer.forward, experts.overhead)
+    weights = routed_layer.weight_gradient
     backward = longer(routed_layer.backward, (2 + layout.recompute_full) * experts.overhead)
+    # A schedule that defers weight gradients has two passes, each with its launches. One soft
+    # maximum of both would lengthen input gradients as weight gradients get faster.
+    inputs = longer(routed_layer.backward - weights, (1 + layout.recompute_full) * experts.overhead)
+    deferred = longer(weights, experts.overhead)
+    is_split = layout.splits_backward == 1
+    backward = where(is_split, inputs + deferred, backward)
+    weights = where(is_split, deferred, weights)
     waiting = forward + backward - routed_layer.forward - routed_layer.backward
-    return dense_layer, LayerTime(forward, backward, routed_layer.weight_gradient, waiting)
+    return dense_layer, LayerTime(forward, backward, weights, waiting)
