@@ -82,6 +82,23 @@ def test_gradients_of_experts_are_summed_without_replicas_of_dense_weights() -> 
     assert min(waits) > 0
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_and_update_of_adapters_follow_their_size(zero: int) -> None:
+    """Up to those of all weights; none without any."""
+    price, shape = pricing(H100), shape_of("mixtral-8x7b").truncated(8)
+    layout = PlannedLayout(dp=8, ep=2, zero=zero, **BATCH)
+    whole = price.seconds(shape, layout)
+    rows: list[dict[str, float]] = []
+    for share in (0.0, 0.01, 0.02, 1.0):
+        adapted = layout.changed(adapters=True, trained_dense=share, trained_experts=share)
+        rows.append(price.seconds(shape, adapted))
+    assert rows[0]["data"] == rows[0]["optimizer"] == 0
+    assert rows[2]["optimizer"] == pytest.approx(2 * rows[1]["optimizer"])
+    assert rows[3]["optimizer"] == pytest.approx(whole["optimizer"])
+    assert 0 < rows[1]["data"] < rows[2]["data"] < rows[3]["data"]
+    assert rows[1]["total"] < rows[2]["total"] < rows[3]["total"]
+
+
 @pytest.mark.parametrize("model", ["deepseek-v3", "qwen2-57b-a14b", "mixtral-8x7b"])
 def test_no_part_of_a_step_is_negative(model) -> None:
     """Slow links: a shared expert's input is gathered once, not a second time in the backward."""

@@ -190,6 +190,9 @@ class LayoutColumns(Software):
     imbalance: Number
     capacity_factor: Number
     adapters: Number
+    #: Trained weights per weight of the model; read only with adapters.
+    trained_dense: Number
+    trained_experts: Number
     #: 1 if the host steps the optimizer.
     offload: Number = column(lambda row: row.layout.offload == "optimizer")
     #: 1 if the frozen weights of the blocks are in NF4.

@@ -185,7 +185,7 @@ def mirror_seconds(work: PricedStep, dense: Number, expert: Number) -> Number:
     stride = layout.tp * layout.cp * layout.dp * maximum(layout.pp - 1, 1)
     size = _owned(work, dense, expert) * _GRADIENT_BYTES
     seconds = size / links.bandwidth(2, stride) + links.latency
-    return where((layout.pipe_share < 1) & (layout.adapters == 0), seconds, 0)
+    return where((layout.pipe_share < 1) & (size > 0), seconds, 0)
 
 
 def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Number) -> Number:
@@ -226,7 +226,7 @@ def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Numb
         served = served + where(workers > 1, server.link / rate, 0)
     exposed = where(layout.parameter_server == 1, served, exposed)
     is_alone = (n_dense <= 1) & (n_expert <= 1)
-    return where((layout.fsdp == 1) | is_alone | (layout.adapters == 1), 0, exposed)
+    return where((layout.fsdp == 1) | is_alone, 0, exposed)
 
 
 def _exposed_sums(work: PricedStep, reduced: Number, backward: Number) -> Number:
@@ -358,11 +358,15 @@ def _timed(work: PricedStep, stages: Sequence[Stages] | None) -> tuple[Number, S
         0.0,
     )
     weights = rank_weights(work, dense_weights, routed_weights, experts, ends)
+    # Only adapters have gradients and an update.
+    shares = layout.trained_dense, layout.trained_experts
+    shares = [where(layout.adapters == 1, share, 1) for share in shares]
+    weights = weights[0] * shares[0], weights[1] * shares[1]
     first = layout.ranks[0]
     backward = times.backward(first.dense, first.routed) * layout.slices
     data = data_seconds(work, *weights, backward) + mirror_seconds(work, *weights)
     owned = _owned(work, *weights)
-    optimizer = where(layout.adapters == 1, 0, owned * OPTIMIZER_BYTES / work.hbm)
+    optimizer = owned * OPTIMIZER_BYTES / work.hbm
     on_host = owned * (OPTIMIZER_BYTES / HOST_BANDWIDTH + _WEIGHT_BYTES / HOST_LINK)
     # Gradients are copied during the backward.
     copied = maximum(owned * _GRADIENT_BYTES / HOST_LINK - backward, 0)
