@@ -380,7 +380,8 @@ def test_saved_by_four_ranks_loaded_by_any(tmp_path: Path, experts: int, sharded
     assert torch.equal(torch.cat([part for _, part in parts]), whole)
     everything = mm.load_checkpoint(folder)
     assert torch.equal(everything["model"]["moe.experts.down"], expected["moe.experts.down"])
-    assert everything["at"] == {0: 1, 1: "x", 2: None}
+    assert everything["at"] == [1, "x", None]
+    assert everything["optimizer"]["param_groups"][0]["betas"] == [0.9, 0.999]
 
 
 def test_any_tree_comes_back(tmp_path: Path) -> None:
@@ -391,6 +392,13 @@ def test_any_tree_comes_back(tmp_path: Path) -> None:
     assert tree["a"][3].tolist() == [1, 1] and tree["a"]["b"][0] == 1.5
     everything = mm.load_checkpoint(tmp_path)
     assert everything["n"] == 1 and everything["none"] is None and everything["e"] == {}
+    assert everything["a"].keys() == {3, "b"} and everything["a"]["b"] == [torch.tensor(1.5), []]
+    # More than ten entries, lists in lists, and a dict whose keys are the numbers of a list.
+    deep = [[index, {0: "a", 1: ("b",)}] for index in range(12)]
+    mm.save_checkpoint(tmp_path / "list", deep)
+    assert mm.load_checkpoint(tmp_path / "list") == [
+        [index, {0: "a", 1: ["b"]}] for index in range(12)
+    ]
     with pytest.raises(CheckpointError, match="never overwritten"):
         mm.save_checkpoint(tmp_path, state)
 

@@ -56,7 +56,7 @@ def save_checkpoint(
     _refuse_different(axis, step=step, check_replicas=check_replicas)
     with store.on_all(axis):
         place, number = place_of(folder), _step_number(step)
-        leaves = _ProgramState(state).leaves()
+        leaves, lists = _ProgramState(state).leaves()
         shards = [
             store.shard_of(path, leaf) for path, leaf in leaves.items() if store.is_tensor(leaf)
         ]
@@ -65,10 +65,12 @@ def save_checkpoint(
             if isinstance(value, float) and not math.isfinite(value):  # JSON cannot hold it
                 raise CheckpointError(f"{path} is {value}: save it as a tensor")
     saved_shards = store.own_shards(shards, axis, check_replicas=check_replicas)
-    merged: dict[str, Any] = {}
-    for values_of_rank in reversed(gather_json(values, axis)):
+    merged, paths = dict[str, Any](), set[str]()
+    for values_of_rank, lists_of_rank in reversed(gather_json([values, lists], axis)):
         merged |= values_of_rank
-    return store.save_together(place, number, saved_shards, {"values": merged}, axis)
+        paths |= {*lists_of_rank}
+    content = {"values": merged, "lists": sorted(paths)}
+    return store.save_together(place, number, saved_shards, content, axis)
 
 
 @known_keywords
@@ -82,8 +84,8 @@ def load_checkpoint(
 ) -> Any:
     """Read ``folder/step-<step>`` (None: the newest that verifies); all ranks of `group` call it.
 
-    Without `state`, returns the saved state as nested dicts with full tensors on the CPU (lists and
-    tuples as dicts by index). A given `state` has the structure of the saved one, but may be
+    Without `state`, returns the saved state as nested dicts and lists (also for tuples) with full
+    tensors on the CPU. A given `state` has the structure of the saved one, but may be
     sharded in any other way. Its tensors, modules and optimizers are filled in place, each rank
     with its parts alone, and it is returned with the saved numbers and texts. `strict`: both must
     have the same names; otherwise names of only one side are ignored.
@@ -106,12 +108,12 @@ def load_checkpoint(
     if state is None:
         with store.on_all(axis):
             tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
-        return store.unflatten(saved | tensors)
+        return store.unflatten(saved | tensors, checkpoint.state.get("lists", ()))
     tensor_names = set(checkpoint.names())
     saved_names = saved.keys() | tensor_names
     with store.on_all(axis):
         walk = _ProgramState(state)
-        leaves = walk.leaves(checkpoint)
+        leaves, _ = walk.leaves(checkpoint)
         if strict:
             _refuse_names(leaves.keys() - saved_names, f"{checkpoint.path} does not hold")
         leaves = {path: leaf for path, leaf in leaves.items() if path in saved_names}
@@ -187,9 +189,9 @@ class _ProgramState:
 
         store.map_leaves(state, name_parameters)
 
-    def leaves(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-        """Returns path -> tensor or value. With `checkpoint`, the states of optimizers are zeros
-        of the names in it, into which those of the checkpoint can be read."""
+    def leaves(self, checkpoint: Checkpoint | None = None) -> tuple[dict[str, Any], list[str]]:
+        """Returns path -> tensor or value, and the paths of lists. With `checkpoint`, the states of
+        optimizers are zeros of the names in it, into which those of the checkpoint can be read."""
 
         def nested(path: str, node: Any) -> Any:
             """`node`; if it is a module or an optimizer, its tensors and values by name."""

@@ -127,8 +127,14 @@ def is_tensor(leaf: object) -> bool:
     return isinstance(leaf, (Tensor, Sharded))
 
 
-def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """Same containers, with leaves and empty containers replaced by ``function(path, leaf)``."""
+def map_leaves(
+    node: Any,
+    function: Callable[[str, Any], Any],
+    path: str = "",
+    on_list: Callable[[str], object] = lambda path: None,
+) -> Any:
+    """Same containers, with leaves and empty containers replaced by ``function(path, leaf)``.
+    `on_list` is called with the path of each filled list or tuple."""
     if is_tensor(node) or not isinstance(node, (Mapping, list, tuple)) or not node:
         return function(path, node)
     prefix = f"{path}/" if path else ""
@@ -141,14 +147,19 @@ def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -
                     f"{path or 'the state'}: the key {key!r} cannot be saved; keys are integers, "
                     'or texts without "/" that do not begin with "#"'
                 )
-            mapped[key] = map_leaves(child, function, f"{prefix}{word}")
+            mapped[key] = map_leaves(child, function, f"{prefix}{word}", on_list)
         return mapped
+    on_list(path)
     children = enumerate(cast("Sequence[Any]", node))
-    return type(node)(map_leaves(child, function, f"{prefix}#{i}") for i, child in children)
+    return type(node)(
+        map_leaves(child, function, f"{prefix}#{i}", on_list) for i, child in children
+    )
 
 
-def flatten(tree: Any) -> dict[str, Any]:
-    """Path -> tensor, Sharded, or JSON value; empty containers are values."""
+def flatten(tree: Any) -> tuple[dict[str, Any], list[str]]:
+    """Path -> tensor, Sharded, or JSON value; empty containers are values. And the paths of filled
+    lists and tuples."""
+    lists = list[str]()
     leaves: dict[str, Any] = {}
 
     def take(path: str, leaf: Any) -> None:
@@ -164,13 +175,13 @@ def flatten(tree: Any) -> dict[str, Any]:
             )
         leaves[path] = [] if isinstance(leaf, tuple) and not is_tensor(leaf) else leaf
 
-    map_leaves(tree, take)
-    return leaves
+    map_leaves(tree, take, on_list=lists.append)
+    return leaves, lists
 
 
-def unflatten(leaves: Mapping[str, Any]) -> Any:
-    """The inverse of :func:`flatten`, but for lists and tuples: filled ones come back as dicts by
-    index, an empty tuple as a list."""
+def unflatten(leaves: Mapping[str, Any], lists: Sequence[str] = ()) -> Any:
+    """The inverse of :func:`flatten`, but for tuples, which come back as lists. Lists that are not
+    among the paths `lists` come back as dicts by index."""
     if list(leaves) == [""]:
         return leaves[""]
     root: dict[Any, Any] = {}
@@ -179,16 +190,20 @@ def unflatten(leaves: Mapping[str, Any]) -> Any:
         for word in words[:-1]:
             node = node.setdefault(word, {})
         node[words[-1]] = value
-    return _typed(root)
+    return _typed(root, frozenset(lists))
 
 
-def _typed(node: Any) -> Any:
+def _typed(node: Any, lists: frozenset[str], path: str = "") -> Any:
+    """`node` with integers for keys that were such, and lists at the paths `lists`."""
     if not isinstance(node, dict) or not node:
         return node
-    return {
-        int(word[1:]) if word.startswith("#") else word: _typed(child)
+    typed: dict[Any, Any] = {
+        int(word[1:]) if word.startswith("#") else word: _typed(
+            child, lists, f"{path}/{word}" if path else word
+        )
         for word, child in cast("dict[str, Any]", node).items()
     }
+    return [typed[index] for index in sorted(typed)] if path in lists else typed
 
 
 def shard_of(name: str, leaf: Any) -> Shard:
