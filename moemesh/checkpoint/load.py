@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from moemesh.checkpoint.files import CheckpointError, explain
+from moemesh.checkpoint.files import CheckpointError, explain, is_committed
 from moemesh.checkpoint.header import HEADER_LIMIT
 from moemesh.checkpoint.manifest import DTYPES
 from moemesh.checkpoint.remote import Place, RemotePath
@@ -157,20 +157,25 @@ def latest(
 ) -> Checkpoint | None:
     """The newest checkpoint that verifies, or None.
 
-    Each newer one that fails is passed to ``on_skip(step, reason)``, which should warn the user.
+    Each newer one that fails is passed to ``on_skip(step, reason)``, which should warn the user,
+    unless a run that is training has deleted it in the meantime: then there is a newer one.
     `prefer_finite`: a checkpoint with infinities or NaN is skipped in the same way; the newest of
     them is returned if no finite one verifies. Raises CheckpointError for an object store that does
     not answer.
     """
     poisoned: list[tuple[int, str, Checkpoint]] = []  # with numbers that are not finite
-    for step in candidates(folder):
+    tried = set[int]()
+    while left := [step for step in candidates(folder) if step not in tried]:
+        step = left[0]
+        tried.add(step)
         try:
             checkpoint = open_checkpoint(folder, step)
             names = nonfinite(checkpoint) if prefer_finite else ()
         except (CheckpointError, OSError) as error:
             if isinstance(folder, RemotePath) and isinstance(error, OSError):
                 raise explain(error, folder) from error  # the store does not answer: not damage
-            on_skip(step, str(error))
+            if is_committed(folder / f"step-{step}"):
+                on_skip(step, str(error))
             continue
         if not names:
             for number, why, _ in poisoned:

@@ -169,8 +169,7 @@ class Optimizer:
 
     def counts(self) -> dict[str, int]:
         """Parameter name -> number of its updates, of parameters whose state counts them. It is
-        below `num_updates` for one whose state began later, such as after a change of the optimizer
-        or of the parameters that train."""
+        below `num_updates` for one whose state began later: after a change of the optimizer."""
         steps: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             step = self._torch.state[master].get("step")

@@ -256,6 +256,25 @@ def test_sharing_the_verification(saved: Path) -> None:
         checkpoint.verify(1, 2)
 
 
+def test_a_checkpoint_that_a_run_deletes_meanwhile_has_a_newer_one(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader beside a run that keeps one checkpoint."""
+    real, opened = load.open_checkpoint, list[int]()
+
+    def open_late(folder: Path, step: int) -> load.Checkpoint:
+        opened.append(step)
+        if step == 2:
+            (folder / "step-2").rename(folder / "step-3")
+        return real(folder, step)
+
+    monkeypatch.setattr(load, "open_checkpoint", open_late)
+    shutil.rmtree(saved / "step-1")
+    skipped: list[tuple[int, str]] = []
+    assert latest(saved, lambda *why: skipped.append(why)) is None
+    assert opened == [2, 3] and [step for step, _ in skipped] == [3]  # whose manifest is that of 2
+
+
 def test_reading_what_is_not_there(saved: Path) -> None:
     checkpoint = open_checkpoint(saved, 2)
     with pytest.raises(CheckpointError, match="no tensor named x"):
