@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+import moemesh as mm
 from moemesh.checkpoint.huggingface.convert import write_huggingface
 from moemesh.checkpoint.huggingface.derived import equivalent
 from moemesh.config.errors import ConfigError
@@ -14,6 +16,7 @@ from moemesh.config.huggingface.export import config_json, exported, families_fo
 from moemesh.model.initialization import initialize
 from moemesh.model.transformer import Transformer
 from moemesh.sharding.load_run import load_run
+from moemesh.train.weights.conversion import convert
 from tests.huggingface import ours
 from tests.huggingface.tiny import load, logits, make
 
@@ -87,3 +90,16 @@ def test_what_is_off_is_not_written_as_0(
     config = ours.config_of(tmp_path).model_copy(update={key: 0.0})
     assert config_json(config, kind).get(key) == written
     assert kind in families_for(config)
+
+
+def test_an_export_of_bytes_has_a_tokenizer(tmp_path: Path) -> None:
+    small = ["model.num_layers=2", "data.seq_len=8", "data.global_batch=1", "train.steps=1"]
+    mm.train(mm.load(None, [*small, "train.validation_batches=1"]), tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("".join(map(chr, range(300))), " two  spaces\r\n café ☕ don't </s>", ""):
+        ids = tokenizer(text).input_ids
+        assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+    # The folder is one of bytes here, too, without the package tokenizers.
+    resolved = load_run([], [f"model.path={tmp_path / 'out'}"], {})
+    assert resolved.config.data.tokenizer == "bytes" and not resolved.notes

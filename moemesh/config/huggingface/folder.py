@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -9,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from moemesh.config.data import DataConfig
+from moemesh.config.data import NUM_BYTES, DataConfig
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.architecture import (
     hub_values,
@@ -212,11 +213,36 @@ def read_folder(
     if isinstance(longest, int) and 0 < longest < DataConfig.model_fields["seq_len"].default:
         leaves["data.seq_len"] = Leaf(value=longest, origin=origin)
     if (tokenizer := path / TOKENIZER).exists():
-        leaves["data.tokenizer"] = Leaf(value=str(path), origin=str(tokenizer))
+        rules = byte_tokenizer().encode()
+        is_bytes = tokenizer.stat().st_size == len(rules) and tokenizer.read_bytes() == rules
+        leaves["data.tokenizer"] = Leaf(
+            value="bytes" if is_bytes else str(path), origin=str(tokenizer)
+        )
     elif not has_tokenizer:
         text = f"{path} holds no {TOKENIZER}: text is read by bytes, unless data.tokenizer is set"
         notes = (*notes, text)
     return ConfigSource(leaves=leaves, notes=notes)
+
+
+def byte_tokenizer() -> str:
+    """The tokenizer "bytes" as a ``tokenizer.json``: the ids of a text are its bytes in UTF-8.
+
+    A byte is a character of GPT-2's byte-level alphabet: printable bytes stand for themselves, the
+    others, in their order, for the characters from U+0100 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
+    code = {byte: NUM_BYTES + number for number, byte in enumerate(others)}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    vocabulary = {chr(code.get(byte, byte)): byte for byte in range(NUM_BYTES)}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    rules = {"version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level}
+    return json.dumps(rules | {"model": model})
 
 
 def _values(

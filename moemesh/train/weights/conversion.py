@@ -59,6 +59,7 @@ from moemesh.train.records.run_folder import RunFolder, checkpoints_of
 from moemesh.train.weights import saving, weight_sources
 from moemesh.train.weights.end_of_turn import (
     end_of_turn,
+    put_bytes,
     put_end_of_turn,
     put_tokenizer,
     text_ends,
@@ -290,7 +291,10 @@ def convert(
     # run on conversations, generation also stops at the end of a turn.
     if like is None and (run is not None or config.data.tokenizer == str(source.resolve())):
         try:
-            put_tokenizer(out, Tokenizer.open(config.data.tokenizer))
+            tokenizer = Tokenizer.open(config.data.tokenizer)
+            put_tokenizer(out, tokenizer)
+            if tokenizer.folder is None and origin is None:
+                to_stderr(put_bytes(out))
         except DataError as error:
             to_stderr(f"note: the tokenizer {config.data.tokenizer} is not in {out}: {error}")
     if run is not None and (end := end_of_turn(run, config)) is not None:

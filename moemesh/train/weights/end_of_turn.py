@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from moemesh.checkpoint.huggingface.convert import carry_along, write_json
 from moemesh.config.errors import UserError
-from moemesh.config.huggingface.folder import CONFIG
+from moemesh.config.huggingface.folder import CONFIG, byte_tokenizer
 from moemesh.config.limits import parse_json
 from moemesh.config.lora import ADAPTER_CONFIG
 from moemesh.config.run import RunConfig
@@ -137,6 +137,13 @@ def put_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
     if "tokenizer_class" not in settings and not (folder / CONFIG).is_file():
         # Without a class, AutoTokenizer takes that of the model's family.
         write_json(out / SETTINGS, {**settings, "tokenizer_class": GENERIC[0]})
+
+
+def put_bytes(out: Path) -> str:
+    """Write the tokenizer "bytes" into the folder `out`; returns a sentence for the user."""
+    (out / FILE).write_text(byte_tokenizer(), encoding="utf-8")
+    write_json(out / SETTINGS, {"tokenizer_class": GENERIC[0]})
+    return f"text is read by bytes: {FILE} has one token for each"
 
 
 def put_end_of_turn(out: Path, end: EndOfTurn) -> str:
