@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import moemesh as mm
 from moemesh.checkpoint.huggingface.convert import write_huggingface
@@ -93,6 +92,8 @@ def test_what_is_off_is_not_written_as_0(
 
 
 def test_an_export_of_bytes_has_a_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     small = ["model.num_layers=2", "data.seq_len=8", "data.global_batch=1", "train.steps=1"]
     mm.train(mm.load(None, [*small, "train.validation_batches=1"]), tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "out")
