@@ -270,6 +270,11 @@ def _syntax_problem(name: str, text: str, error: ValueError) -> Problem:
     return wrong.problem("syntax", "", unreadable(error), fix)
 
 
+def _is_configuration(path: Path) -> bool:
+    """Whether `path` has the name of a TOML file, or is the folder of a run."""
+    return path.suffix == ".toml" or (path / RUN_CONFIG).is_file()
+
+
 def read_text(path: Path) -> str:
     """The text of a configuration file. Raises ConfigError for one that cannot be read."""
     try:
@@ -279,7 +284,7 @@ def read_text(path: Path) -> str:
         if path.is_dir():
             fix = str(next(path.glob("*.toml"), "a TOML file, not a folder"))
         else:
-            fix = "" if path.exists() else nearest_path(path, lambda file: file.suffix == ".toml")
+            fix = "" if path.exists() else nearest_path(path, _is_configuration)
         if path.name == RUN_CONFIG and path.parent.is_dir():
             fix = nearest_run(path.parent) or (
                 "a TOML file, or the folder of a run; a folder of texts is "

@@ -198,7 +198,8 @@ def nearest_path(path: Path, accepts: Callable[[Path], bool] = lambda path: True
         is_whole = missing == path
         names = [file.name for file in home.iterdir() if not is_whole or accepts(file)]
         whole = [name for name in names if Path(name).stem == missing.name]  # without its ending
-        if close := whole[:1] or get_close_matches(missing.name, names, n=1, cutoff=0.7):
+        edits = [name for name in names if _is_edit(missing.name, name)]
+        if close := [*whole, *get_close_matches(missing.name, names, n=1, cutoff=0.7), *edits]:
             near = missing.with_name(close[0])
             # A wrong folder in the middle: the rest of the path may be right.
             rest = near / path.relative_to(missing)

@@ -148,3 +148,14 @@ def test_the_path_of_a_url_of_this_machine_is_suggested(tmp_path: Path) -> None:
         load_run([], [f"model.path={tmp_path.as_uri()}"], {})
     with pytest.raises(ConfigError, match=r"fix: model\.path=Qwen/Qwen3-0\.6B"):
         load_run([], ["model.path=hf://Qwen/Qwen3-0.6B"], {})
+
+
+def test_a_typing_error_in_the_name_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "own").mkdir(parents=True)
+    (tmp_path / "runs" / "own" / "config.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert nearest_path(Path("runs/onw")) == "did you mean runs/own?"
+    with pytest.raises(ConfigError, match=r"fix: did you mean runs/own\?"):
+        load_run([Path("runs/onw")], [], {})
