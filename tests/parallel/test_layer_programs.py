@@ -92,6 +92,26 @@ REDUCTIONS: list[Callable[[Tensor], Any]] = [
     lambda g: torch.cat([g.flatten(), g.flatten()]).norm(),
     lambda g: torch.sum(input=torch.cat(tensors=[g, g])),
     lambda g: torch.linalg.norm(input=torch.stack(tensors=[torch.norm(input=g, p=1)])),
+    lambda g: torch.linalg.vector_norm(g * (g > 0), 0),
+    # Experts as the second operand, in lists, and reduced dimension by dimension.
+    lambda g: (torch.full_like(g.as_subclass(Tensor), 2.0) * g).sum(),
+    lambda g: torch.ones(math.prod(g.shape), dtype=g.dtype) @ g.abs().flatten(),
+    lambda g: torch.einsum("efh,efh->", g, g),
+    lambda g: torch._foreach_max(torch._foreach_abs([g]))[0],
+    lambda g: torch._foreach_norm(torch._foreach_add([g.as_subclass(Tensor)], [g]))[0],
+    lambda g: g.flatten(1).norm(dim=1).max(),
+    lambda g: g.abs().sum(-1).mean(dim=1).mean(),
+]
+#: Numbers of one rank, which are not combined.
+REFUSED: list[Callable[[Tensor], Any]] = [
+    lambda g: g.std(),
+    lambda g: g.argmax(),
+    lambda g: torch.aminmax(g),
+    lambda g: g.flatten().max(dim=0),
+    lambda g: nn.functional.l1_loss(torch.zeros(g.shape, dtype=g.dtype), g),
+    lambda g: nn.functional.cosine_similarity(g.flatten(), g.flatten(), dim=0),
+    lambda g: nn.functional.normalize(g.flatten(), dim=0),
+    lambda g: torch.norm(g.flatten(1), "nuc"),
 ]
 
 
@@ -114,8 +134,9 @@ def reductions(rank: int) -> Any:
     for mixed in (flat, flat * 2):
         with pytest.raises(LayerError, match="norm over gradients of experts and of others"):
             mixed.norm()
-    with pytest.raises(LayerError, match="std over gradients of experts that are spread"):
-        gradient.std()
+    for refused in REFUSED:
+        with pytest.raises(LayerError, match=r"over gradients of experts that are spread.*norm, s"):
+            refused(gradient)
     for sized in (
         lambda: gradient.view(gradient.numel()),
         lambda: torch.zeros(gradient.numel()).copy_(gradient.flatten()),

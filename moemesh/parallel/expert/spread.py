@@ -14,7 +14,7 @@ Loading gathers DTensors that are sharded in another way, and else communicates 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,10 +150,13 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-#: Reductions of two tensors, of which a gradient may be the second.
-_PRODUCTS = ("dot", "vdot", "inner")
+#: Products of two tensors; a result without dimensions is a sum over all elements.
+_PRODUCTS = (
+    *("dot", "vdot", "inner", "linalg_vecdot", "tensordot", "einsum"),
+    *("matmul", "__matmul__", "__rmatmul__", "mv"),
+)
 #: Name of a function of torch that reduces a gradient -> reduction that combines the results of
-#: the ranks.
+#: the ranks. Other reductions raise.
 _OVER_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(("sum", "nansum", "count_nonzero", *_PRODUCTS), torch.sum),
     **dict.fromkeys(("max", "amax"), torch.max),
@@ -163,8 +166,15 @@ _OVER_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
     "any": torch.any,
 }
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
-#: Reductions that raise, since they are not combined over ranks.
-_OF_ELEMENTS = ("std", "var", "median", "quantile", "logsumexp", "prod", "linalg_matrix_norm")
+#: Functions whose result may be of one element but is no reduction.
+_SELECTIONS = (
+    *("__getitem__", "select", "narrow", "index_select", "take", "gather", "masked_select"),
+    *("nonzero", "argwhere", "unique", "_unique2", "bincount", "diagonal", "as_strided"),
+    *("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full"),
+    *("unbind", "split", "split_with_sizes", "chunk", "tensor_split", "__get__"),
+)
+#: Functions that reduce along a dimension which they keep.
+_ALONG = ("normalize", "softmax", "log_softmax", "cumsum")
 #: Functions to which programs pass `numel` as a size.
 _SIZED = ("view", "view_as", "reshape", "reshape_as", "copy_", "narrow", "__setitem__")
 _OWN_SIZE = (
@@ -182,9 +192,10 @@ class SpreadGradient(Tensor):
 
     A reduction over all elements is a collective: every rank of the group takes it at the same
     point, as with `torch.nn.utils.clip_grad_norm_`. `GradScaler` skips a step on all ranks when one
-    has a gradient that is not finite. Results of the same size (``clone``, ``grad / 2``,
-    ``flatten``, ``isnan``) are of this class as well. So are norms, with `ranks` None:
-    `torch.stack` accepts them beside DTensors.
+    has a gradient that is not finite. Results of the same size (``clone``, ``weight * grad``,
+    ``flatten``, ``isnan``) are of this class as well, and so are reductions that keep the first
+    dimension (the norm of each expert). So are norms, with `ranks` None: `torch.stack` accepts
+    them beside DTensors.
 
     Raises LayerError for reductions that are not combined over ranks (``std``, ...), and for those
     of a tensor that joins gradients of experts with gradients that all ranks share (``torch.cat``).
@@ -207,38 +218,43 @@ class SpreadGradient(Tensor):
         if not args and (named := [key for key in _FIRST if key in kwargs]):
             args = (kwargs.pop(named[0]),)
         name = getattr(func, "__name__", "")
-        num_tensors = 2 if name in _PRODUCTS else 1
-        tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:num_tensors]
-        # Indices of the gradients of experts among `tensors`.
-        spread = [i for i, x in enumerate(tensors) if getattr(x, "ranks", None) is not None]
         with torch._C.DisableTorchFunctionSubclass():
             if name in _JOINED:
-                full = [
-                    tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                    for tensor in tensors
-                ]
-                result = func(full, *args[1:], **kwargs)
-                if not spread:
+                tensors = args[0]
+                full = [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
+                result, gradient = func(full, *args[1:], **kwargs), _spread(tensors)
+                if gradient is None:
                     return result
-                axis = tensors[spread[0]].ranks
+                axis = gradient.ranks
                 is_mixed = any(getattr(x, "ranks", None) is not axis or x.is_mixed for x in tensors)
                 return cls.of(result, axis, is_mixed)
-            if func is torch._foreach_norm:  # DTensors may be among them
-                results = [
-                    torch.linalg.vector_norm(tensor, *args[1:], **kwargs) for tensor in tensors
+            if name.startswith("_foreach_"):
+                if func is torch._foreach_norm:  # DTensors may be among them
+                    norm = torch.linalg.vector_norm
+                    results = [norm(tensor, *args[1:], **kwargs) for tensor in args[0]]
+                else:
+                    results = func(*args, **kwargs)
+                if not isinstance(results, list | tuple):
+                    return results
+                lists = [x for x in args if isinstance(x, list | tuple) and len(x) == len(results)]
+                operands = zip(*lists, strict=True)
+                name = name.removeprefix("_foreach_")
+                return [
+                    _result(name, result, own, args, kwargs)
+                    for result, own in zip(results, operands, strict=True)
                 ]
-                for i in spread:
-                    results[i] = _over_ranks(name, results[i], tensors[i], args, kwargs)
-                return results
             try:
                 result = func(*args, **kwargs)
             except RuntimeError as error:
                 if name in _SIZED:
                     raise LayerError(f"{name}: {error}. {_OWN_SIZE}") from error
                 raise
-            if not spread:
+            first = args[0] if args and isinstance(args[0], list | tuple) else ()
+            operands = [*first, *args, *kwargs.values()]
+            gradient = _spread(operands)
+            if gradient is None:
                 return result
-            gradient = tensors[spread[0]]
+            assert gradient.ranks is not None
             if name in ("numel", "nelement") and not gradient.is_mixed:
                 return result * gradient.ranks.size
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
@@ -247,14 +263,9 @@ class SpreadGradient(Tensor):
                 found_inf.clamp_(max=1)
             # `of` returns a view: a base in this class would have a base itself, and so on without
             # end (torch.compile follows bases).
-            if type(result) is not Tensor or func == Tensor._base.__get__:
+            if func == Tensor._base.__get__:
                 return result
-            if _is_reduction(name, result, gradient, args, kwargs):
-                return _over_ranks(name, result, gradient, args, kwargs)
-            is_float_or_bool = result.is_floating_point() or result.dtype == torch.bool
-            if is_float_or_bool and result.numel() == gradient.numel():
-                return cls.of(result, gradient.ranks, gradient.is_mixed)
-            return result
+            return _result(name, result, operands, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
@@ -263,18 +274,68 @@ class SpreadGradient(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def _is_reduction(
-    name: str, result: Tensor, gradient: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether `result` of the function `name` has one number for all elements of `gradient`."""
-    if result.numel() != 1 or not (name in _OVER_RANKS or name in _NORMS or name in _OF_ELEMENTS):
-        return False
+def _spread(operands: Iterable[object]) -> SpreadGradient | None:
+    """The first gradient of experts among `operands`."""
+    spread = (x for x in operands if isinstance(x, SpreadGradient))
+    return next((x for x in spread if getattr(x, "ranks", None) is not None), None)
+
+
+def _result(
+    name: str,
+    result: Any,
+    operands: Sequence[object],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What a program gets for the `result` of this rank: over all ranks if it is a reduction."""
+    gradient = _spread(operands)
+    if gradient is None or any(result is operand for operand in operands):
+        return result
+    parts = [x for x in (result if isinstance(result, tuple) else [result]) if type(x) is Tensor]
+    dims = _dims_kept(name, gradient, args, kwargs)
+    is_pair = len(parts) > 1 and name not in _SELECTIONS and gradient.numel() > 1
+    if (name in _ALONG and gradient.ndim == 1) or (
+        is_pair and all(x.numel() == 1 and (x.ndim == 0 or not dims) for x in parts)
+    ):
+        raise LayerError(_not_combined(name, gradient))
+    if type(result) is not Tensor:
+        return result
+    is_known = name in _OVER_RANKS or name in _NORMS
+    may_reduce = result.numel() == 1 and name not in _SELECTIONS
+    is_whole = result.ndim == 0 if dims is None or name in _PRODUCTS else not dims
+    if may_reduce and is_whole and (is_known or gradient.numel() > 1):
+        return _over_ranks(name, result, gradient, args, kwargs)
+    has_all = result.numel() == gradient.numel()
+    keeps_experts = is_known and dims is not None and 0 in dims and result.ndim > 0
+    if (has_all or keeps_experts) and (result.is_floating_point() or result.dtype == torch.bool):
+        is_mixed = any(getattr(operand, "is_mixed", False) for operand in operands)
+        return SpreadGradient.of(result, gradient.ranks, is_mixed)
+    return result
+
+
+def _dims_kept(
+    name: str, gradient: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> set[int] | None:
+    """The dimensions of `gradient` that a call of `name` does not reduce; None if the call does
+    not say so. A flat gradient has only one, which every reduction takes."""
+    if gradient.ndim == 1:
+        return set()
     position = 2 if name in _NORMS else 1
     dims = kwargs.get("dim", args[position] if len(args) > position else None)
-    if not isinstance(dims, int | tuple | list) or isinstance(dims, bool) or dims == ():
-        return True
+    if dims is None or dims == () or dims == [] or isinstance(dims, bool):
+        return None
     dims = [dims] if isinstance(dims, int) else dims
-    return len({dim % gradient.ndim for dim in dims}) == gradient.ndim
+    if not isinstance(dims, list | tuple) or not all(isinstance(dim, int) for dim in dims):
+        return None
+    return set(range(gradient.ndim)) - {dim % gradient.ndim for dim in dims}
+
+
+def _not_combined(name: str, gradient: SpreadGradient) -> str:
+    what = "and of others" if gradient.is_mixed else "that are spread over ranks"
+    return (
+        f"{name} over gradients of experts {what} would be that of this rank: take the norm, "
+        "sum, mean, max or min of each gradient, or grad.as_subclass(torch.Tensor)"
+    )
 
 
 def _over_ranks(
@@ -284,21 +345,19 @@ def _over_ranks(
     if torch.compiler.is_compiling():
         # A graph would reduce twice. After the exception torch runs the caller uncompiled.
         raise LayerError("reductions of gradients of experts over ranks are not compiled")
-    if gradient.is_mixed or name in _OF_ELEMENTS:
-        what = "and of others" if gradient.is_mixed else "that are spread over ranks"
-        raise LayerError(
-            f"{name} over gradients of experts {what} would be that of this rank: take the norm, "
-            "sum, mean, max or min of each gradient, or grad.as_subclass(torch.Tensor)"
-        )
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    order = 2 if order in (None, "fro") else order
+    is_norm = name in _NORMS and not isinstance(order, str)
+    if gradient.is_mixed or not (name in _OVER_RANKS or is_norm):
+        raise LayerError(_not_combined(name, gradient))
     flat = result.view(1)
     flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
     parts = transfers.all_gather(flat, gradient.ranks, phase="backward", caller="moe.norm")
     if name in _OVER_RANKS:
         total = _OVER_RANKS[name](parts.view(result.dtype))
         return total.to(result.dtype).view(result.shape)
-    # All others are norms: of _NORMS, or torch._foreach_norm.
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    norm = torch.linalg.vector_norm(parts, 2 if order in (None, "fro") else order)
+    # The norm of order 0 counts elements.
+    norm = parts.sum() if order == 0 else torch.linalg.vector_norm(parts, order)
     return SpreadGradient.of(norm.view(result.shape), None)
 
 
