@@ -306,6 +306,16 @@ def test_mistakes_in_a_loop_are_named() -> None:
         model.step(ids, ids, documents=ids.bool())
     with pytest.raises(TypeError, match="targets must be a Tensor, not list"):
         model.step(ids, [1, 2])  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert mm.parallelize(config.model, config.plan, mesh, **build).evaluate(ids, ids) > 0
+        with pytest.raises(UserError, match=r"step needs gradients: .* in torch\.no_grad or after"):
+            model.step(ids, ids)
+    with torch.inference_mode():
+        assert model.evaluate(ids, ids) > 0
+        with pytest.raises(UserError, match=r"step needs gradients: .* in torch\.inference_mode"):
+            model.step(ids, ids)
+        with pytest.raises(UserError, match="parallelize needs gradients"):
+            mm.parallelize(config.model, config.plan, mesh, **build)
     for limit in (-1.0, float("nan")):
         with pytest.raises(UserError, match="clip must be a number of at least 0, not"):
             model.step(ids, ids, clip=limit)

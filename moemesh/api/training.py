@@ -56,6 +56,7 @@ def parallelize(
     check_kind("model", model, ModelConfig, "moemesh.load(...).model")
     check_kind("plan", plan, Plan, "moemesh.load(...).plan")
     check_kind("mesh", mesh, Mesh, "moemesh.Mesh.create(plan.layout, device)")
+    _refuse_mode("parallelize", no_grad=False)
     data, problems = _section(DataConfig, seq_len=seq_len, global_batch=global_batch)
     train, others = _section(TrainConfig, seed=seed, dtype=dtype)
     if problems or others:
@@ -155,8 +156,10 @@ class ParallelModel(Shown):
         of extra prediction layers. The gradients are complete: sums, not averages, over all ranks
         that share a parameter. They replace those of the previous step. If one is not finite,
         ``skipped`` is set and no parameter has a gradient, on any rank; if a router's logit is the
-        cause, RoutingError is raised on all. The result is the same on every rank.
+        cause, RoutingError is raised on all. The result is the same on every rank. Raises UserError
+        inside of `torch.no_grad` and `torch.inference_mode`.
         """
+        _refuse_mode("step", no_grad=True)
         parts = self.config.plan.microbatches
         extras = {"valid": valid, "loss_mask": loss_mask, "documents": documents}
         batches = self._own(tokens, targets, extras, parts, self.num_steps + 1)
@@ -268,6 +271,16 @@ class ParallelModel(Shown):
             )
             for rows in own_rows(len(tokens), self.parallel.mesh, num_parts)
         ]
+
+
+def _refuse_mode(name: str, *, no_grad: bool) -> None:
+    """Raise UserError if `name` is called in a mode of torch without gradients: all of them would
+    be zero. `no_grad`: also without inference mode."""
+    mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else ""
+    if no_grad and not mode and not torch.is_grad_enabled():
+        mode = "torch.no_grad or after torch.set_grad_enabled(False)"
+    if mode:
+        raise UserError(f"{name} needs gradients: it cannot be called in {mode}")
 
 
 def _section(kind: type[S], **values: object) -> tuple[S, list[Problem]]:
