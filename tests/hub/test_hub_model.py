@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.huggingface.architecture import hub_model
@@ -318,3 +319,13 @@ def test_buffers_of_a_module_without_parameters_are_held(name: str) -> None:
 def test_buffers_that_a_larger_module_sets_are_those_of_transformers() -> None:
     """The base model of Falcon-H1 writes the multipliers into its layers."""
     assert any("mup_vector" in key for key, _ in plain_model("falcon_h1").named_buffers())
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_the_decoder_is_found_beside_an_encoder_of_as_many_layers(name: str) -> None:
+    """The small models of these families have two layers of each."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text = {"num_hidden_layers": 2, "vocab_size": 320, "rope_parameters": rope}
+    vision = {"depth": 2, "deepstack_visual_indexes": [0]}
+    values = CONFIG_MAPPING[name](text_config=text, vision_config=vision).to_dict()
+    assert decoder_layers(blueprint(values).build())[0] == "model.language_model.layers"
