@@ -240,8 +240,13 @@ def byte_tokenizer() -> str:
         "use_regex": False,
     }
     vocabulary = {chr(code.get(byte, byte)): byte for byte in range(NUM_BYTES)}
-    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
-    rules = {"version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level}
+    model: dict[str, Any] = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    rules: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": level,
+        "decoder": level,
+    }
     return json.dumps(rules | {"model": model})
 
 
