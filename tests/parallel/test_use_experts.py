@@ -245,6 +245,11 @@ def under_a_larger_ddp(rank: int) -> None:
         LayerError, match=r"DDP reduces gradients over 4 ranks, and the experts .* 2:"
     ):
         DistributedDataParallel(model)(_IDS)
+    model = model_of("qwen3_moe")
+    mm.use_experts(model, mesh["experts"])
+    fully_shard(model)
+    with pytest.raises(LayerError, match=r"FSDP2 reduces gradients over 4 ranks, and the exp.* 2:"):
+        model(_IDS)
 
 
 def optimized(model: Any) -> tuple[Any, torch.optim.Optimizer]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,7 +56,28 @@ def refuse_misuse(experts: nn.Module, size: int, replicas: int) -> None:
                 "wrapping the model: model._ddp_params_and_buffers_to_ignore = "
                 "list(moemesh.expert_parameters(model))"
             )
+    if (num_ranks := _ranks_of_fsdp()) > size * replicas:
+        raise LayerError(
+            f"FSDP2 reduces gradients over {num_ranks} ranks, and the experts over "
+            f"{size * replicas}: group = a DeviceMesh of FSDP2's ranks with two dimensions, "
+            "(replicas, ranks that share the experts)"
+        )
     follow()  # so that a running Trainer saves and loads the experts of all ranks
+
+
+def _ranks_of_fsdp() -> int:
+    """Ranks over which FSDP2 reduces the gradients of the module that runs; 0 without FSDP2."""
+    frame = inspect.currentframe()
+    while frame:
+        module = frame.f_locals.get("self")
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # Older versions of torch have one group of parameters, or None.
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            if sizes := [group.mesh_info.mesh.size() for group in groups if group is not None]:
+                return max(sizes)
+        frame = frame.f_back
+    return 0
 
 
 def refuse_reentrant(layer: nn.Module, config: ModelConfig) -> None:
