@@ -252,6 +252,15 @@ def test_targets_are_the_linear_layers_that_a_family_calls(
     assert has <= targets and not lacks & targets
 
 
+@pytest.mark.parametrize("targets", [("all-linear",), ("c_attn",)])
+def test_a_model_without_linear_layers_has_no_adapters(targets: tuple[str, ...]) -> None:
+    """The projections of GPT-2 are of another class."""
+    lora = LORA.model_copy(update={"targets": targets})
+    (problem,) = adapter_rules(model_of(architecture_of("gpt2")).with_lora(lora))
+    assert (problem.key, problem.code) == ("lora.rank", "not-available")
+    assert "no linear layer" in problem.message and problem.fix.startswith("rank = 0")
+
+
 def test_all_linear_leaves_out_what_is_smaller_than_the_rank() -> None:
     architecture = architecture_of("qwen3_next")
     for rank, has_small in ((8, True), (9, False)):
