@@ -68,6 +68,7 @@ def test_transformers_loads_what_we_write(folder: Path, tmp_path: Path) -> None:
         ({"model.norm.weight": None}, "norm.weight is missing"),
         ({"lm_head.weight": None}, "lm_head.weight is missing"),
         ({"model.layers.1.self_attn.rotary_emb.inv_freq": (4,)}, None),
+        ({"model.layers.1.mlp.other.up_proj.weight": (0, 48)}, None),
         ({"mtp.norm.weight": (4,)}, None),
     ],
 )

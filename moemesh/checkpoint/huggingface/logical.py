@@ -236,6 +236,8 @@ def checked_tensors(
     logical = logical_tensors(config, kind, fused=fused)
     contents.take_names({piece.source for tensor in logical.values() for piece in tensor.pieces})
     known = ahead_tensors(contents.tensors, config, kind, first(given, "num_mtp_layers", 0))
+    # transformers writes shared experts of the width 0 for n_shared_experts = 0.
+    known |= {name for name, tensor in contents.tensors.items() if 0 in tensor.shape}
     known |= {name for name in contents.tensors if name.endswith(_WITHOUT_USE)}
     if config.tied_embeddings:
         known.add(HEAD)  # a copy of the embedding
