@@ -215,7 +215,7 @@ def _numbers(path: Path, number: int, row: Sequence[str]) -> list[float]:
 
 
 def _kind(name: str) -> str | None:
-    """What a column with that header numbers: "layer", "expert", "step" (its rows are summed), or
+    """The kind of a column, by its header: "layer", "expert", "step" (its rows are summed), or
     "row"; None for loads."""
     word = re.sub(r"[ .-]+", "_", name.strip().lower())
     kinds = {"layer": _LAYERS, "expert": _EXPERTS, "step": _SUMMED, "row": _ROW_NAMES}
@@ -321,8 +321,8 @@ def _named_columns(
 
 
 class _Columns(NamedTuple):
-    """Places of the columns of loads, the number of the expert or layer in each, and whether these
-    numbers stand in their names, and are those of layers."""
+    """Places of the columns of loads, the number of the expert or layer in each, and whether
+    their names contain these numbers, and whether they are those of layers."""
 
     places: Sequence[int]
     numbers: Sequence[int]
@@ -345,14 +345,14 @@ def _columns_of_loads(path: Path, names: Sequence[str]) -> _Columns:
     if not families:
         return _Columns(range(len(names)), range(len(names)))
     (texts, places), *others = families.items()
-    found = _varying_number([names[place] for place in places])
-    if others or found is None:
+    varying = _varying_number([names[place] for place in places])
+    if others or varying is None:
         several = ", ".join(names[places[-1]] for places in families.values())
         raise BalanceError(
             f"{path}: columns such as {several} number more than experts: keep one column for each "
             "expert"
         )
-    place, numbers = found
+    place, numbers = varying
     return _Columns(
         places, numbers, True, bool(re.search(r"(?<![a-z])(layers?|l)\W*_?$", texts[place]))
     )
@@ -378,9 +378,9 @@ def _ids(path: Path, cells: Sequence[str], has_words: bool = True) -> list[int]:
     without a number are numbered in their order."""
     names = [re.sub(r"\.0*$", "", cell.strip()) for cell in cells]
     distinct = list(dict.fromkeys(names))
-    found = _varying_number(distinct)
-    if found is not None and not any(name.startswith("-") for name in names):
-        number_of = dict(zip(distinct, found[1], strict=True))
+    varying = _varying_number(distinct)
+    if varying is not None and not any(name.startswith("-") for name in names):
+        number_of = dict(zip(distinct, varying[1], strict=True))
     elif has_words and not any(re.search(r"\d", name) for name in names):
         number_of = {name: number for number, name in enumerate(distinct)}
     else:

@@ -24,7 +24,7 @@ from moemesh.config.suggest import alias_hint, nearest_choice, nearest_path, nea
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
-#: What separates several keys in one text.
+#: Separator of several keys in one text.
 _KEYS_IN_ONE = re.compile(rf"[,;\s]\s*(?=(?:{'|'.join(SECTIONS)})\.\w+\s*=)")
 #: Endings of the names of data files.
 _ENDINGS = (".txt", *DATA_ENDINGS)

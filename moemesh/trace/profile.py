@@ -123,8 +123,8 @@ def read_profile(folder: Path) -> Profile:
             num_steps = int(notes[0]["num_steps"])
         except (OSError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
-            message = f"{path} and its trace are no profile of a rank: {reason}"
-            raise UserError(f"{message}\nfix: profile the run again") from error
+            message = f"{path} and its trace do not make a profile of a rank: {reason}"
+            raise UserError(f"{message}\nfix: repeat the profile of the run") from error
     return Profile(ranks=ranks, num_steps=num_steps)
 
 

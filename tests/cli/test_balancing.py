@@ -373,7 +373,7 @@ def test_the_verb(tmp_path: Path) -> None:
         ("name,layer0,layer1\nfoo,1,2\nbar,3,4\n", [[1, 3], [2, 4]], "every row is an expert"),
         ("what,a,b\ne0,1,2\ne1,3,4\n", [[1, 3], [2, 4]], "every row is an expert"),
         ("layer,e0,e1\n0,1,2\n1,3,4\n", [[1, 2], [3, 4]], "first column names the rows"),
-        # Numbers in names give the order, wherever they stand; other columns are no experts.
+        # Numbers in names give the order, in any place; other columns are left out.
         ("layer,e2,e1,e0\n10,3,2,1\n2,6,5,4\n", [[4, 5, 6], [1, 2, 3]], "names the rows"),
         ("e1,e0,Layer ID\n2,1,9\n4,3,8\n", [[3, 4], [1, 2]], ""),
         ("layer\texpert 2 tokens\texpert 1 tokens\n0\t6\t5\n", [[5, 6]], "numbered from 1 in it"),

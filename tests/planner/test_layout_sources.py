@@ -203,7 +203,7 @@ def test_two_sources_of_one_fact_agree(text: str, key: str, other: str, tmp_path
 
 
 def test_sizes_of_a_plan_hold_without_options(tmp_path) -> None:
-    """Of a text, and of a run's file with its number type."""
+    """The sizes of a text, and of a run's file with its number type."""
     held = Holdings.named("dp=2,seq_len=4,global_batch=6", "tiny")
     assert (held.seq_len, held.global_batch, held.share(1).sequences) == (4, 6, range(3, 6))
     path = tmp_path / "run.toml"

@@ -84,7 +84,7 @@ def test_expert_tensor_parallelism_gathers_rows_and_cuts_widths() -> None:
 
 
 def test_recomputed_layers_are_the_first_of_a_rank() -> None:
-    """From none to all: with kinds of layers together, in memory, peak and time."""
+    """Every number from none to all: with kinds of layers together, in memory, peak and time."""
     shape = load_model("deepseek-v3").shape.changed(num_layers=4, moe_layers=(2, 3))
     layout = PlannedLayout(seq_len=4096, global_batch=2, dp=2)
     full = layout.changed(recompute=frozenset({"full"}))

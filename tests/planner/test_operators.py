@@ -104,7 +104,7 @@ def mesh_of(cap_bytes: float, last: float, *, microbatches: int) -> StageMesh:
 
 
 def test_the_bound_of_a_mesh_holds_if_stages_take_several_assignments() -> None:
-    """The fastest assignment is no bound: a lighter one is faster in the stage of the head."""
+    """A lighter assignment than the fastest one is faster in the stage of the head."""
     undercut = 0
     for cap, last, microbatches in product((6.0, 12.0, 16.0, 99.0), (0.9, 0.95, 1.0), (1, 4, 32)):
         mesh = mesh_of(cap, last, microbatches=microbatches)

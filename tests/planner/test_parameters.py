@@ -165,7 +165,7 @@ def test_gpt_closed_form_of_flops(layers: int, hidden: int, heads: int, recomput
     ],
 )
 def test_repeated_parts(parts: set[str], forwards: dict[str, float]) -> None:
-    """Of two dense and two expert layers of DeepSeek-V3, 4096 tokens."""
+    """A model of two dense and two expert layers of DeepSeek-V3, 4096 tokens."""
     shape = load_model("deepseek-v3").shape
     shape = shape.changed(num_layers=4, moe_layers=(2, 3), num_mtp_layers=0)
     layout = PlannedLayout(seq_len=4096, global_batch=1, recompute=frozenset(parts))

@@ -333,7 +333,7 @@ def test_a_lower_rate_is_at_most_the_usual_one(tmp_path, more, rate):
     ],
 )
 def test_gradients_on_the_way_are_no_reason_to_change_the_batch(tmp_path, data, words):
-    """A larger batch has as many sums under zero2 and zero3 if microbatches stay as large."""
+    """A larger batch has no fewer sums under zero2 and zero3 if microbatches stay as large."""
     config = CONFIG.replace("pp = 2", f'dp = 2\ndata = "{data}"').replace("\ndp = 1", "")
     folder = folder_of(tmp_path / "run", timeline(reduce=8.0), config=config)
     (folder / "plan.json").unlink(missing_ok=True)

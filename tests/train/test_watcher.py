@@ -413,7 +413,7 @@ def watch(node: Node, run: Path, *what: str, patience: float = 100.0) -> list[in
     (folder / "go").touch()
     for rank, one in zip(node.ranks, what, strict=True):
         if one == "wait":  # else the patience with it could be over before it has entered
-            until(lambda rank=rank: (found := records.read(rank)) is not None and found.inside)
+            until(lambda rank=rank: (record := records.read(rank)) is not None and record.inside)
     limits = Limits(patience=patience, floor=patience)
     command = ["moemesh", "train", "x.toml"]
     spec = WatcherSpec(node=node, folder=str(folder), path=str(run), limits=limits, command=command)

@@ -29,7 +29,7 @@ LATENT = [
 
 
 def _grouped(a: list[int], b: list[int], *_: Any, **__: Any) -> int:
-    """Of [M, K] x [E, K, N] in groups of rows, or of [K, M] x [M, N] in groups of columns."""
+    """FLOPs of [M, K] x [E, K, N] in groups of rows, or of [K, M] x [M, N] in groups of columns."""
     return 2 * prod(a) * b[-1]
 
 

@@ -227,8 +227,8 @@ def read_folder(
 def byte_tokenizer() -> str:
     """The tokenizer "bytes" as a ``tokenizer.json``: the ids of a text are its bytes in UTF-8.
 
-    A byte is a character of GPT-2's byte-level alphabet: printable bytes stand for themselves, the
-    others, in their order, for the characters from U+0100 on.
+    A byte is a character of GPT-2's byte-level alphabet: the character of a printable byte has
+    its code, and the other bytes, in their order, have the characters from U+0100 on.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(NUM_BYTES) if byte not in printable]

@@ -98,7 +98,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         names = {name for name, module in lists.items() if len(module) == count}
         depth = min((name.count(".") for name in names), default=0)
         names = {name for name in names if name.count(".") == depth}
-        if len(names) > 1:  # the encoder of images may have as many layers
+        if len(names) > 1:  # the encoder of images may have the same number
             modules = {*model.get_decoder().modules()}
             names = {name for name in names if lists[name] in modules}
         if not names:

@@ -99,7 +99,7 @@ class Spread(nn.Module):
                     parameter.grad = torch.zeros_like(parameter)
                     _Mark(self.ranks)(parameter)
                 gradient = parameter.grad
-                # Layers with the same experts call once each: the sum must not be summed again.
+                # Layers with the same experts call once each: a sum must not be summed twice.
                 if getattr(gradient, "version_of_sum", None) == gradient._version:
                     continue
                 all_reduce_(gradient, replicas, caller="moe.sync", phase="backward")
@@ -166,7 +166,7 @@ _OVER_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
     "any": torch.any,
 }
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
-#: Functions whose result may be of one element but is no reduction.
+#: Functions that may return one element without a reduction.
 _SELECTIONS = (
     *("__getitem__", "select", "narrow", "index_select", "take", "gather", "masked_select"),
     *("nonzero", "argwhere", "unique", "_unique2", "bincount", "diagonal", "as_strided"),
@@ -287,7 +287,8 @@ def _result(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """What a program gets for the `result` of this rank: over all ranks if it is a reduction."""
+    """The value that a program gets for the `result` of this rank: over all ranks if it is a
+    reduction."""
     gradient = _spread(operands)
     if gradient is None or any(result is operand for operand in operands):
         return result
@@ -317,7 +318,7 @@ def _dims_kept(
     name: str, gradient: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> set[int] | None:
     """The dimensions of `gradient` that a call of `name` does not reduce; None if the call does
-    not say so. A flat gradient has only one, which every reduction takes."""
+    not name dimensions. A flat gradient has only one, which every reduction takes."""
     if gradient.ndim == 1:
         return set()
     position = 2 if name in _NORMS else 1
