@@ -93,11 +93,6 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
     if not lora.rank:
         return []
     modules, problems = projections(model), list[Problem]()
-    if not modules:
-        message = "rank is above 0, and the model has no linear layer that can have an adapter"
-        return [
-            lora.problem("not-available", "rank", message, "rank = 0, which trains all weights")
-        ]
     names = tuple(dict.fromkeys(module.target for module in modules))
     if not names:
         kind = model.architecture.model_type if model.architecture is not None else "the model"

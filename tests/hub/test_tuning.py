@@ -258,7 +258,7 @@ def test_a_model_without_linear_layers_has_no_adapters(targets: tuple[str, ...])
     lora = LORA.model_copy(update={"targets": targets})
     (problem,) = adapter_rules(model_of(architecture_of("gpt2")).with_lora(lora))
     assert (problem.key, problem.code) == ("lora.rank", "not-available")
-    assert "no linear layer" in problem.message and problem.fix.startswith("rank = 0")
+    assert "none is an nn.Linear" in problem.message and problem.fix.startswith("rank = 0")
 
 
 def test_all_linear_leaves_out_what_is_smaller_than_the_rank() -> None:
@@ -269,14 +269,8 @@ def test_all_linear_leaves_out_what_is_smaller_than_the_rank() -> None:
         assert any("in_proj_qkvz_lora_A" in name for name in names)
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "words", "fix"),
-    [
-        ("gpt2", 2, "no layer of gpt2 can have an adapter", "rank = 0, which trains the weights"),
-        ("qwen3_next", 4096, "rank (4096) exceeds the smaller dimension of in_proj_qkvz", "= 64"),
-    ],
-)
-def test_all_linear_that_adapts_nothing(name: str, rank: int, words: str, fix: str) -> None:
-    model = model_of(architecture_of(name)).with_lora(LoraConfig(rank=rank))
+def test_a_rank_above_every_projection_is_refused() -> None:
+    model = model_of(architecture_of("qwen3_next")).with_lora(LoraConfig(rank=4096))
     (problem,) = adapter_rules(model)
-    assert problem.key == "lora.rank" and problem.message.startswith(words) and fix in problem.fix
+    assert problem.key == "lora.rank" and problem.fix.endswith("= 64")
+    assert "(4096) exceeds the smaller dimension of in_proj_qkvz" in problem.message
