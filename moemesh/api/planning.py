@@ -179,6 +179,8 @@ def _answer(
     details: dict[str, Any],
 ) -> Answer:
     refused = not_trained(layout, model)
+    if isinstance(plan, Plan):  # in the layout, the stages of a plan are those that a run cuts
+        layout = layout.changed(layers_per_stage=plan.layers_per_stage)
     return Answer(
         plan=plan,
         seconds=seconds["total"],

@@ -163,14 +163,14 @@ def test_ranks_of_one_machine_share_a_clock(tmp_path):
         ('"host": "h0", "boot": "a", ', "", "no 'boot'"),
         ('"trace": "rank-00000.json"', '"trace": "gone.json"', "No such file"),
         ('"num_steps": 1', '"num_steps": "many"', "many"),
-        ('"readings": [[', '"readings": [[null, ', "no profile"),
+        ('"readings": [[', '"readings": [[null, ', "not make a profile"),
         # The trace of rank 1.
         ('"traceEvents"', '"events"', "no 'traceEvents'"),
         ('"dur": 100', '"length": 100', "no 'dur'"),
         ('"ts": 3000000.0', '"ts": "soon"', "soon"),
-        ('"baseTimeNanoseconds": 2000000000', '"baseTimeNanoseconds": []', "no profile"),
-        ('[{"ph": "X"', '[7, {"ph": "X"', "no profile"),
-        ("}", "", "no profile"),
+        ('"baseTimeNanoseconds": 2000000000', '"baseTimeNanoseconds": []', "not make a profile"),
+        ('[{"ph": "X"', '[7, {"ph": "X"', "not make a profile"),
+        ("}", "", "not make a profile"),
     ],
 )
 def test_foreign_files_are_named(tmp_path, replaced, by, message):

@@ -36,7 +36,6 @@ from moemesh.planner.search.search import (
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_both, load_model
 from moemesh.planner.speed import Speed, accelerator_of_cluster, without_peak
-from moemesh.planner.stage_cut import default_cut
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.report.document import plural
 from moemesh.sharding.load_run import load_run
@@ -476,8 +475,6 @@ def still_to_choose(planned: PlannedAnswer, best: Candidate) -> str:
 def _settings(layout: PlannedLayout, model: Model) -> dict[str, Any]:
     """Keys of the configuration for the model, the layout and its batch."""
     plan = plan_of(layout).model_dump(exclude_defaults=True)
-    if layout.layers_per_stage == default_cut(model.shape, layout.num_stages):
-        del plan["layers_per_stage"]
     settings = _model_settings(model) | {f"plan.{key}": value for key, value in plan.items()}
     settings |= {f"data.{key}": getattr(layout, key) for key in ("seq_len", "global_batch")}
     return settings | {"train.dtype": "bfloat16"}
