@@ -235,37 +235,10 @@ def _named_columns(
     for at, row in enumerate(rows):
         if len(row) != len(header):
             raise BalanceError(f"{path}: row {at} has {len(row)} cells, the header {len(header)}")
-    kinds = [_kind(name) for name in header]
-    layer, expert, step = (
-        kinds.index(kind) if kind in kinds else None for kind in ("layer", "expert", "step")
-    )
-    rest = [place for place, kind in enumerate(kinds) if kind is None]
-    first = [row[0].strip() for row in rows]
-    if rest[:1] == [0] and len(rest) > 1 and not any(map(_is_numeric, first)):
-        rest = rest[1:]  # names of the rows, under any header
-    if 0 not in rest and layer is None and expert is None:
-        expert = 0 if all(map(_ONE_EXPERT.fullmatch, first)) else None
-        layer = 0 if all(map(_ONE_LAYER.fullmatch, first)) else None
     is_placement = keys is PLACEMENT_KEYS
-    if is_placement and (expert is not None or step is not None):
-        raise BalanceError(
-            f"{path}: a row of a placement is a layer, a column the expert of a slot"
-        )
-    if step is not None and layer is None:
-        raise BalanceError(
-            f"{path}: the column {header[step]!r} counts rows to sum, and none names the layer: "
-            "name it in a column `layer`, or leave that column out"
-        )
-    if not rest:
-        raise BalanceError(f"{path}: no column of loads: {', '.join(header) or 'no column at all'}")
-    is_long = expert is not None and layer is not None
-    if is_long and len(rest) != 1:
-        others = ", ".join(header[place] for place in rest) or "none"
-        raise BalanceError(
-            f"{path}: a row is one expert of one layer, and one more column is its load; there are "
-            f"{others}: keep one"
-        )
-    columns = _columns_of_loads(path, [header[place] for place in rest])
+    layer, expert, rest = _roles(path, header, rows, is_placement)
+    is_long = layer is not None and expert is not None
+    columns = _columns_of_loads(path, [header[place] for place in rest], is_placement)
     rest = [rest[place] for place in columns.places]
     by_layer = layer is None and (expert is not None or columns.are_layers)
     layers = range(len(rows)) if layer is None else _ids(path, [row[layer] for row in rows])
@@ -289,23 +262,24 @@ def _named_columns(
     # Names such as e1 to e8: no load of expert 0 in any layer, and none of another is missing.
     from_one = expert_ids == list(range(1, len(expert_ids) + 1))
     from_one &= len(sums) == len(layer_ids) * len(expert_ids)
-    numbers = range(from_one, expert_ids[-1] + 1)
-    _refuse_large(path, len(layer_ids), len(numbers))
+    num_experts = expert_ids[-1] + 1 - from_one
+    _refuse_large(path, len(layer_ids), num_experts)
+    numbers = range(from_one, from_one + num_experts)
     table = np.array([[sums.get((layer, e), 0.0) for e in numbers] for layer in layer_ids])
-    notes: list[str] = []
+    notes, used = list[str](), {layer, expert, *rest}
     if by_layer:
         notes.append("every row is an expert, every other column a layer")
     elif is_long or is_summed:
         counted = (
             f"{count} {name}{'s' * (count != 1)}"
-            for count, name in ((len(layer_ids), "layer"), (len(numbers), "expert"))
+            for count, name in ((len(layer_ids), "layer"), (num_experts, "expert"))
         )
         summed = "summed over its rows" if is_summed else "one row for each"
         notes.append(f"{' of '.join(counted)}, {summed}")
     elif 0 not in rest:
         notes.append("the first column names the rows and is left out of the loads")
-    used = {0, *rest}
-    if others := [name for at, name in enumerate(header) if not kinds[at] and at not in used]:
+        used.add(0)
+    if others := [name for at, name in enumerate(header) if not (_kind(name) or at in used)]:
         notes.append(f"left out of the loads: {', '.join(others)}")
     if from_one:
         notes.append("experts are numbered from 1 in it, and from 0 in the answer")
@@ -320,6 +294,42 @@ def _named_columns(
     return table
 
 
+def _roles(
+    path: Path, header: Sequence[str], rows: Sequence[Sequence[str]], is_placement: bool
+) -> tuple[int | None, int | None, Sequence[int]]:
+    """The column that names the layer of a row, that which names its expert, and those that may be
+    loads."""
+    kinds = [_kind(name) for name in header]
+    layer, expert, step = (
+        kinds.index(kind) if kind in kinds else None for kind in ("layer", "expert", "step")
+    )
+    rest = [place for place, kind in enumerate(kinds) if kind is None]
+    if not rest:
+        raise BalanceError(f"{path}: no column of loads: {', '.join(header) or 'no column at all'}")
+    first = [row[0].strip() for row in rows]
+    if rest[0] == 0 and len(rest) > 1 and not any(map(_is_numeric, first)):
+        rest = rest[1:]  # names of the rows, under any header
+    if 0 not in rest and layer is None and expert is None:
+        expert = 0 if all(map(_ONE_EXPERT.fullmatch, first)) else None
+        layer = 0 if all(map(_ONE_LAYER.fullmatch, first)) else None
+    if is_placement and (expert is not None or step is not None):
+        raise BalanceError(
+            f"{path}: a row of a placement is a layer, a column the expert of a slot"
+        )
+    if step is not None and layer is None:
+        raise BalanceError(
+            f"{path}: the column {header[step]!r} counts rows to sum, and none names the layer: "
+            "name it in a column `layer`, or leave that column out"
+        )
+    if expert is not None and layer is not None and len(rest) != 1:
+        others = ", ".join(header[place] for place in rest)
+        raise BalanceError(
+            f"{path}: a row is one expert of one layer, and one more column is its load; there are "
+            f"{others}: keep one"
+        )
+    return layer, expert, rest
+
+
 class _Columns(NamedTuple):
     """Places of the columns of loads, the number of the expert or layer in each, and whether
     their names contain these numbers, and whether they are those of layers."""
@@ -330,9 +340,9 @@ class _Columns(NamedTuple):
     are_layers: bool = False
 
 
-def _columns_of_loads(path: Path, names: Sequence[str]) -> _Columns:
+def _columns_of_loads(path: Path, names: Sequence[str], is_placement: bool) -> _Columns:
     """Those of the columns `names` that differ in one number alone, such as e0 and e1 beside a
-    total; without such ones all, in their order."""
+    total; without such ones all, in their order. Slots may have the number of their GPU, too."""
     families: dict[tuple[str, ...], list[int]] = {}
     for place, name in enumerate(names):
         texts = tuple(re.split(r"\d+", name.strip().lower()))
@@ -346,11 +356,14 @@ def _columns_of_loads(path: Path, names: Sequence[str]) -> _Columns:
         return _Columns(range(len(names)), range(len(names)))
     (texts, places), *others = families.items()
     varying = _varying_number([names[place] for place in places])
+    if varying is None and is_placement and not others:
+        return _Columns(places, range(len(places)))
     if others or varying is None:
         several = ", ".join(names[places[-1]] for places in families.values())
+        noun = "slot" if is_placement else "expert"
         raise BalanceError(
-            f"{path}: columns such as {several} number more than experts: keep one column for each "
-            "expert"
+            f"{path}: columns such as {several} number more than {noun}s: keep one column for each "
+            f"{noun}"
         )
     place, numbers = varying
     return _Columns(
@@ -376,7 +389,7 @@ def _varying_number(names: Sequence[str]) -> tuple[int, list[int]] | None:
 def _ids(path: Path, cells: Sequence[str], has_words: bool = True) -> list[int]:
     """Numbers of the layers or experts that the cells of a column name; with `has_words`, words
     without a number are numbered in their order."""
-    names = [re.sub(r"\.0*$", "", cell.strip()) for cell in cells]
+    names = [re.sub(r"^(\d+)\.0*$", r"\1", cell.strip()) for cell in cells]
     distinct = list(dict.fromkeys(names))
     varying = _varying_number(distinct)
     if varying is not None and not any(name.startswith("-") for name in names):
@@ -384,8 +397,11 @@ def _ids(path: Path, cells: Sequence[str], has_words: bool = True) -> list[int]:
     elif has_words and not any(re.search(r"\d", name) for name in names):
         number_of = {name: number for number, name in enumerate(distinct)}
     else:
-        at = next(at for at, name in enumerate(names) if not name.isdecimal())
-        raise BalanceError(f"{path}: row {at} names a layer or expert {cells[at]!r}, no number")
+        at = next((at for at, name in enumerate(names) if not name.isdecimal()), 0)
+        raise BalanceError(
+            f"{path}: row {at} names a layer or expert {cells[at]!r}: these names must differ in "
+            "one number alone, from 0 on"
+        )
     return [number_of[name] for name in names]
 
 
@@ -460,7 +476,7 @@ def _read_lines(path: Path, keys: tuple[str, ...]) -> Any:
                     rows.append(parse_json(line))
                 except ValueError as error:
                     raise BalanceError(f"{path}: line {number}: {error}") from error
-                if not rows[0] or (isinstance(rows[0], dict) and "steps" in rows[0]):
+                if rows[0] == {} or (isinstance(rows[0], dict) and "steps" in rows[0]):
                     return _read_run(path, keys)
     return rows or _read_run(path, keys)
 

@@ -301,6 +301,7 @@ def test_names_of_rows_are_no_loads(
             r"object 1 has layer, object 0 has layer",
         ),
         ("a.json", '[{"layer": 0, "loads": [1, null]}]', r"row 0 holds 'null' instead of a number"),
+        ("a.json", "[{}, {}]", r"no column of loads: no column at all"),
         ("a.json", "[[1, 2], [3]]", r"a.json: row 1 has 1 numbers, row 0 has 2 numbers"),
         ("a.json", "[1, [2]]", r"a.json: row 1 has 1 numbers, row 0 has one number"),
         ("a.json", "[" * 100_000, r"a.json: nested too deeply"),
@@ -379,6 +380,8 @@ def test_the_verb(tmp_path: Path) -> None:
         ("layer\texpert 2 tokens\texpert 1 tokens\n0\t6\t5\n", [[5, 6]], "numbered from 1 in it"),
         ("layer;e0;e2;total\n0;1;2;3\n", [[1, 0, 2]], "left out of the loads: total; 1 expert of"),
         ("expert,layer 10,layer 2\n1,4,3\n0,2,1\n", [[1, 3], [2, 4]], "every row is an expert"),
+        ("layer,e0,e1\na.layers.1,1,2\na.layers.0,3,4\n", [[3, 4], [1, 2]], "names the rows"),
+        ("model,layer,expert,n\nx,0.0,0,5\nx,0.0,1,6\n", [[5, 6]], "left out of the loads: model"),
         ("a.layers.10.b,1,2\na.layers.9.b,3,4\n", [[3, 4], [1, 2]], "names the rows"),
         ("layer,expert,count\n3,1,5\n3,2,6\n", [[5, 6]], "numbered from 1 in it"),
         ("expert,count\n0,5\n2,6\n", [[5, 0, 6]], "1 expert of a layer without a row"),
@@ -400,6 +403,7 @@ def test_tables_of_other_shapes(text: str, loads: list, note: str, tmp_path: Pat
         ("a.json", '[{"layer": 0, "expert": 1, "n": 5}, {"layer": 0, "expert": 0, "n": 6}]',
          [[6, 5]]),
         ("a.jsonl", "[1, 2]\n\n[3, 4]\n", [[1, 2], [3, 4]]),
+        ("a.jsonl", "0\n5\n", [[0, 5]]),
         ("a.jsonl", '{"step": 0, "layer": 0, "e1": 1, "e0": 2}\n', [[2, 1]]),
     ],
 )  # fmt: skip
@@ -416,11 +420,14 @@ def test_tables_of_objects(name: str, text: str, loads: list, tmp_path: Path) ->
         ("layer,physical_expert,n\n0,0,5\n0,1,6\n", "several rows of one layer: name the expert"),
         ("expert,n\n0,5\n0,6\n", "several rows of one expert: name the expert"),
         ("layer,e0 n,e0 s,e1 n,e1 s\n0,1,2,3,4\n", "columns such as e1 n, e1 s number more than"),
-        ("layer,expert,n\n-1,0,5\n", "names a layer or expert '-1', no number"),
-        ("layer,e0,e9999999\n0,1,2\n", "a layer may have 16,384 experts"),
+        ("layer,expert,n\n-1,0,5\n", "names a layer or expert '-1': these names must differ in"),
+        ("layer,e0,e9999999\n0,1,2\n", "10,000,000 experts: a layer may have 16,384 experts"),
+        (f"layer,e0,e1{'0' * 30}\n0,1,2\n", "0,001 experts: a layer may have 16,384 experts"),
+        ("layer,e0,e1\n1,1,2\n01,3,4\n", "row 0 names a layer or expert '1': these names must"),
+        ("layer,e0,e1\n0,1,2\ntotal,1,2\n", "row 1 names a layer or expert 'total': these names"),
         ("layer\n0\n", "no column of loads: layer"),
         ("layer,expert,count,share\n0,0,5,1\n", "there are count, share: keep one"),
-        ("layer,expert,count\n0,zero,5\n", "names a layer or expert 'zero', no number"),
+        ("layer,expert,count\n0,zero,5\n", "names a layer or expert 'zero': these names must"),
         ("layer,expert,count\n0,0\n", "row 0 has 2 cells, the header 3"),
         ("layer,expert,count\n0,999999,5\n", "1,000,000 experts: a layer may have 16,384 experts"),
         (
@@ -441,6 +448,8 @@ def test_a_placement_is_a_row_for_each_layer(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("layer,slot 1,slot 0\n1,0,1\n0,1,0\n")
     assert load_placement(path).tolist() == [[0, 1], [1, 0]]
+    path.write_text("layer,gpu0 slot0,gpu0 slot1,gpu1 slot0,gpu1 slot1\n0,2,0,1,3\n")
+    assert load_placement(path).tolist() == [[2, 0, 1, 3]]
     for text, words in (
         ("layer,slot,expert\n0,0,1\n0,1,0\n", "a row of a placement is a layer"),
         ("layer,slot 0,slot 2\n0,0,1\n", "1 slots of a layer have no expert"),
