@@ -119,7 +119,7 @@ class Holdings:
         smallest that the plan divides. Raises ConfigError.
         """
         loaded = None if model is None else load_model(model)
-        table = plan_table(plan)
+        table = plan_table(plan, {"seq_len": seq_len, "global_batch": global_batch})
         if seq_len is None:
             table.setdefault("seq_len", DataConfig().seq_len)
         if global_batch is None:

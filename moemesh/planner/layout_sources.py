@@ -252,9 +252,10 @@ def read_plan(
     `microbatches` (their number) exclude each other. Raises ConfigError with the problems,
     including those with `model`, and for a length or a batch that differs from the plan's own.
     """
-    table, problems = plan_table(source), list[Problem]()
+    options, problems = {"seq_len": seq_len, "global_batch": global_batch}, list[Problem]()
+    table = plan_table(source, options)
     batch = {name: table.pop(name, None) for name in _BATCH}
-    for name, size in {"seq_len": seq_len, "global_batch": global_batch}.items():
+    for name, size in options.items():
         if None not in (size, batch[name]) and size != batch[name]:
             option = f"--{name.replace('_', '-')}"
             message = f"the plan has {name} = {batch[name]}, {option} is {size}"
@@ -359,12 +360,20 @@ def smallest_batch(source: str | Mapping[str, Any]) -> int:
     return prod(value for value in values if isinstance(value, int) and value > 0)
 
 
+#: Options of a caller without any.
+_NO_OPTIONS: Mapping[str, int | None] = {}
 #: Blanks, a key and its equals sign.
 _KEY = re.compile(r"\s+\w+\s*=")
 
 
-def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Keys and values of the plan `source`. Raises ConfigError if it cannot be read."""
+def plan_table(
+    source: str | Mapping[str, Any], options: Mapping[str, int | None] = _NO_OPTIONS
+) -> dict[str, Any]:
+    """Keys and values of the plan `source`. Raises ConfigError if it cannot be read.
+
+    The file of a run has the batch and the number type outside of [plan]: there an option of the
+    same name that is not None replaces it.
+    """
     if not isinstance(source, str):
         return {key: whole(value) for key, value in source.items()}
     if "=" not in source:
@@ -376,11 +385,11 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(plan := table.get("plan", table), dict):
             raise ConfigError([Problem.of("syntax", "plan", plan, "[plan] is a table of keys")])
         keys = dict(cast("dict[str, Any]", plan))
-        # The file of a run has the batch and the number type in other sections.
         for section, names in (("data", _BATCH), ("train", ("dtype",))):
             if isinstance(values := table.get(section), dict):
                 given = cast("dict[str, Any]", values)
-                keys |= {name: given[name] for name in names if name in given}
+                left = [name for name in names if name in given and options.get(name) is None]
+                keys |= {name: given[name] for name in left}
         return keys
     pairs: dict[str, Any] = {}
     problems: list[Problem] = []

@@ -202,7 +202,7 @@ class Rival:
 def rival_table(asked: str, model: Model | None, seq_len: int, global_batch: int) -> dict[str, Any]:
     """The keys of a user's layout ("tp=8,ep=64,data=zero3"), for :func:`why_not`. Raises
     ConfigError for an unreadable text, and for keys and values that no other degrees make legal."""
-    table = plan_table(asked)
+    table = plan_table(asked, {"seq_len": seq_len, "global_batch": global_batch})
     complete = {**table, "microbatch": table.get("microbatch", 1)}
     if "microbatches" in table:
         del complete["microbatch"]
