@@ -272,14 +272,11 @@ class Estimate:
         flops: dict[str, Any] = {"tokens": tokens}
         for counted in (self.causal, self.full):
             name = counted.convention
-            # Weights below adapters have no gradient.
-            products = (counted.forward - counted.attention) * self.layout.adapters
-            training = counted.training - products
             flops |= {
                 f"{name}_forward_per_token": counted.forward,
-                f"{name}_training_per_token": training,
+                f"{name}_training_per_token": counted.training,
                 f"{name}_hardware_per_token": hardware_flops(self.shape, self.layout, name),
-                f"{name}_step": training * tokens,
+                f"{name}_step": counted.training * tokens,
             }
         crowded = None
         if self.worst_routing is not None:
@@ -415,8 +412,8 @@ def estimate(
         layout=layout,
         cluster=cluster,
         parameters=count_parameters(shape),
-        full=count_flops(shape, layout.seq_len, "full"),
-        causal=count_flops(shape, layout.seq_len, "causal"),
+        full=count_flops(shape, layout.seq_len, "full", adapters=layout.adapters),
+        causal=count_flops(shape, layout.seq_len, "causal", adapters=layout.adapters),
         memory=memory,
         peak=peak,
         pricing=prices,

@@ -90,8 +90,9 @@ def core_flops(shape: ModelShape, seq_len: int, window: int, convention: Convent
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs per token. `training` is 3 forwards; `attention` is the part of `forward` in attention
-    cores; `mtp` is the forward of all extra prediction layers, which no other figure includes."""
+    """FLOPs per token. `training` is 3 forwards; below adapters a product costs 2, because its
+    weights have no gradient. `attention` is the part of `forward` in attention cores; `mtp` is the
+    forward of all extra prediction layers, which no other figure includes."""
 
     convention: Convention
     forward: float
@@ -101,8 +102,11 @@ class Flops:
     mtp: float
 
 
-def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flops:
-    """Model FLOPs of one token of a sequence of `seq_len`."""
+def count_flops(
+    shape: ModelShape, seq_len: int, convention: Convention, *, adapters: bool = False
+) -> Flops:
+    """Model FLOPs of one token of a sequence of `seq_len`, if only `adapters` train or all weights.
+    The adapters' own products are narrow and not counted."""
     cores = layers = 0.0
     for kind, number in shape.kind_counts.items():
         core = core_flops(shape, seq_len, kind.window, convention)
@@ -117,7 +121,7 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
     return Flops(
         convention=convention,
         forward=layers + head,
-        training=3 * (layers + head),
+        training=3 * (layers + head) - adapters * (layers + head - cores),
         attention=cores,
         head=head,
         mtp=shape.num_mtp_layers * mtp,
@@ -126,15 +130,13 @@ def count_flops(shape: ModelShape, seq_len: int, convention: Convention) -> Flop
 
 def training_flops(shape: ModelShape, seq_len: int, *, adapters: bool = False) -> float:
     """Model FLOPs of training one token, with causal attention and extra prediction layers, without
-    recomputation. Predicted and measured rates and MFU use them.
-
-    If only `adapters` train, the weights of the model have no gradient: a product costs two
-    forwards instead of three, an attention core still three. The adapters' own products are narrow
-    and not counted.
-    """
-    flops = count_flops(shape, seq_len, "causal")
-    products = flops.forward - flops.attention + flops.mtp
-    return flops.training + 3 * flops.mtp - adapters * products
+    recomputation. Predicted and measured rates and MFU use them."""
+    flops = count_flops(shape, seq_len, "causal", adapters=adapters)
+    ahead = 3 * flops.mtp
+    if adapters and shape.num_mtp_layers:
+        core = core_flops(shape, seq_len, shape.mtp_kind.window, "causal")
+        ahead = 2 * flops.mtp + shape.num_mtp_layers * core
+    return flops.training + ahead
 
 
 def repeated_flops(

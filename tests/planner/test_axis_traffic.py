@@ -116,3 +116,13 @@ def test_experts_see_fewer_rows_than_dense_layers() -> None:
     assert intensities["experts"] == product_intensity(rows, shape.hidden_size, width, 2)
     wider = layer_intensities(shape, layout.changed(microbatch=1, seq_len=8192))
     assert wider["experts"] > intensities["experts"]
+
+
+def test_below_adapters_the_text_has_the_operations_of_the_json() -> None:
+    """Those of two forwards, and of a third one of the attention core."""
+    plan = "dp=2,adapters=true,trained_dense=0.01,trained_experts=0.01"
+    priced = estimate_named("llama3-8b", "dgx_h100", plan, 2048, 2)
+    flops = priced.to_json()["flops"]
+    training = flops["full_training_per_token"]
+    assert training == 2 * flops["full_forward_per_token"] + priced.full.attention
+    assert f"{training / 1e9:.2f} (full attention)" in estimate_text(priced)

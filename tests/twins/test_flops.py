@@ -96,14 +96,21 @@ def test_flops_are_those_of_the_run(near: float, overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_parts_of_a_step_have_all_layers(ahead: int, recompute: str) -> None:
-    """Without what a CPU repeats in any case, in the core and in the loss."""
-    config = config_of(f"model.num_mtp_layers={ahead}", f"plan.recompute={recompute}")
+@pytest.mark.parametrize(
+    ("recompute", "rank"), [("none", 0), ("none", 4), ("selective", 0), ("full", 0)]
+)
+def test_parts_of_a_step_have_all_layers(ahead: int, recompute: str, rank: int) -> None:
+    """Without what a CPU repeats in any case, in the core and in the loss, and without the products
+    of adapters."""
+    config = config_of(
+        f"model.num_mtp_layers={ahead}", f"plan.recompute={recompute}", f"lora.rank={rank}"
+    )
     shape, tokens = shape_of(config.model), BATCH * SEQ_LEN
     layout = from_plan(config.plan, seq_len=SEQ_LEN, global_batch=BATCH)
-    layout = layout.changed(loss="fused", attention_kernel="eager")
+    layout = layout.changed(loss="fused", attention_kernel="eager", adapters=rank > 0)
+    layout = layout.changed(trained_dense=0.0, trained_experts=0.0)
     passes = pass_flops(config)
     assert sum(passes.values()) == pytest.approx(hardware_flops(shape, layout, "causal") * tokens)
     if recompute == "none":
-        assert sum(passes.values()) == pytest.approx(training_flops(shape, SEQ_LEN) * tokens)
+        model_flops = training_flops(shape, SEQ_LEN, adapters=rank > 0)
+        assert sum(passes.values()) == pytest.approx(model_flops * tokens)
