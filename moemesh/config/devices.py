@@ -29,7 +29,7 @@ class Accelerator:
     node_size: int
     #: Dense operations of products in float32 and float64; 0: unknown.
     wide_flops: tuple[float, float] = (0.0, 0.0)
-    #: Share of the memory that programs have: error correction may take a part.
+    #: Share of a card's memory that a device of a program has.
     visible: float = 1.0
     #: Share of the peak that the best matrix products reach, relative to that of NVIDIA's devices.
     sustained: float = 1.0
@@ -57,7 +57,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         name=name,
         generation=row["generation"],
         peak_flops=cast("tuple[float, float, float]", tuple(1e12 * x for x in row["tflops"])),
-        memory_bytes=row["memory"] * GIB * (visible := 15 / 16 if row.get("ecc") else 1.0),
+        memory_bytes=row["memory"] * GIB * (visible := row.get("visible", 1.0)),
         visible=visible,
         memory_bandwidth=row["terabytes"] * 1e12,
         intra_node_bandwidth=row["links"][0] * 1e9,
@@ -159,7 +159,9 @@ def accelerator_of(text: str) -> Accelerator | None:
     if memory := re.search(r"(?:-(\d+)G\b|(\d+) ?GI?B\b(?!/S))", folded):
         size = int(memory.group(1) or memory.group(2))
         device = ACCELERATORS.get(f"{device.name.partition('-')[0]}-{size}G", device)
-        device = replace(device, memory_bytes=size * GIB * device.visible)
+        # A size above the device's own is that of the card.
+        share = device.visible if size * GIB > device.memory_bytes else 1.0
+        device = replace(device, memory_bytes=size * GIB * share)
     if both_ways := re.search(r"\((\d+)GB/S\)", folded):
         device = replace(device, intra_node_bandwidth=float(both_ways.group(1)) * 0.5e9)
     if rate := re.search(r"(\d+\.\d+)TB/S", folded):

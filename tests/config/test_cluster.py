@@ -107,6 +107,9 @@ def test_a_unit_of_another_quantity_is_no_fix(
     [
         ("8xL40S", 46068),
         ("4x NVIDIA L40S 48GB", 46068),
+        ("4x NVIDIA L40S 45GB", 46068),
+        ("8xMI250X 128GB", 65520),
+        ("8xMI250X", 65520),
         ("g6.48xlarge", 23034),
         ("g5.48xlarge", 23028),
         ("8xH100", 81559),
@@ -115,7 +118,7 @@ def test_a_unit_of_another_quantity_is_no_fix(
         ("8xB200", 183359),
     ],
 )
-def test_a_device_has_the_memory_that_nvidia_smi_prints(source: str, mebibytes: int) -> None:
+def test_a_device_has_the_memory_that_its_driver_prints(source: str, mebibytes: int) -> None:
     assert load_cluster(source).memory_bytes / 2**20 == pytest.approx(mebibytes, rel=0.01)
 
 
