@@ -35,8 +35,9 @@ CHUNK_TOKENS = 1 << 20
 UNIGRAM_TOKENS = 1 << 26
 #: Version in the fingerprint, raised with every change of the order of the same data.
 ORDER_VERSION = 1
-#: Version of the packing of conversations into sequences.
-PACKING_VERSION = 2
+#: Versions of the packing of conversations into sequences. The first cut long conversations that
+#: begin with loss like texts; without any the order is the same, and has its number.
+PACKING_VERSIONS = 1, 2
 #: Least number of samples that few conversations are spread over: one held-out sample is then a
 #: small share of them.
 FEWEST_SAMPLES = 20
@@ -430,8 +431,8 @@ class Samples(Windows):
             self.interleaving.counts.tolist(),
             [len(split.training) for split in self.splits],
         ]
-        if any(pack is not None for pack in self.packed):
-            facts.append([PACKING_VERSION, self.long])
+        if versions := [pack.version for pack in self.packed if pack is not None]:
+            facts.append([max(versions), self.long])
         digests["order"] = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
         return digests
 
@@ -491,7 +492,8 @@ class DocumentPacks(NamedTuple):
     each started sequence length. ``begins`` (place in the stream) and ``sizes`` (tokens) are int64
     [pieces]; ``bounds`` int64 [sequences + 1]: sequence i has the pieces bounds[i]..bounds[i+1]-1.
     `num_learned` targets carry loss; `without_loss` pieces have no such target and are left out;
-    `note` is a sentence on them and on conversations that are too long."""
+    `note` is a sentence on them and on conversations that are too long; `version` is one of
+    :data:`PACKING_VERSIONS`."""
 
     begins: np.ndarray
     sizes: np.ndarray
@@ -499,6 +501,7 @@ class DocumentPacks(NamedTuple):
     num_learned: int
     without_loss: int
     note: str | None
+    version: int
 
     def places(self, numbers: np.ndarray, width: int) -> np.ndarray:
         """Places of the tokens of sequences `numbers` [n], then PADDING: int64 [n, width]."""
@@ -564,7 +567,10 @@ def packed(
     if without_loss := int((~has_loss).sum()):
         text = f"{without_loss:,} conversations have no target that carries loss and are left out"
         note = f"{note}; {text}" if note else f"{corpus.source}: {text}"
-    return DocumentPacks(begins[order], sizes[order], bounds, int(counts.sum()), without_loss, note)
+    version = PACKING_VERSIONS[int((is_long & learned[starts]).any())]
+    return DocumentPacks(
+        begins[order], sizes[order], bounds, int(counts.sum()), without_loss, note, version
+    )
 
 
 def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from moemesh.comm.mesh import Mesh
-from moemesh.data import samples
 from moemesh.data.samples import Samples, Windows, packed
 from moemesh.data.tokenizer import DataError
 from moemesh.model.batch import document_starts
@@ -189,4 +188,9 @@ def test_numbers_of_sequences_do_not_change_unnoticed() -> None:
     packing = packed(corpus_of([8, 3, 5, 9, 2, 2, 7]), 10, "truncate")
     sequences = np.split(packing.begins, packing.bounds[1:-1])
     assert [one.tolist() for one in sequences] == [[0, 25], [8, 29], [11, 27], [16]]
-    assert samples.PACKING_VERSION == 2
+    # The version is in the fingerprint: a run of the earlier packing continues where it has the
+    # same order.
+    assert packing.version == 1
+    learned = np.array([True, False, *[True] * 23])
+    corpus = stream(np.arange(25, dtype=np.uint8), source="chats", learned=learned)
+    assert [packed(corpus, size, "truncate").version for size in (25, 24)] == [1, 2]
