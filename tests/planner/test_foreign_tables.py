@@ -287,10 +287,18 @@ def test_each_row_is_read_or_named(author, tmp_path):
         assert (run.ended, run.seconds) == (ended, pytest.approx(seconds) if seconds else None)
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "runs.xlsx").write_bytes(b"PK\x03\x04\x14\x00\x06\x00" + bytes(100))
-    with pytest.raises(UserError, match="it is not text; save it as CSV"):
-        read_runs(tmp_path / "runs.xlsx")
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("runs.xlsx", b"PK\x03\x04\x14\x00\x06\x00" + bytes(100), "it is not text; save it as CSV"),
+        ("runs.json", b'[{"TP": 1, "TP": 2}]', "JSON that cannot be read: the key TP is repeated"),
+        ("runs.jsonl", b'{"TP": 1}\n{"TP": 1\n', "line 2: JSON that cannot be read: Expecting"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(name, data, message, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        read_runs(tmp_path / name)
 
 
 def test_a_column_that_is_there_twice_is_named(tmp_path):
@@ -408,6 +416,7 @@ def test_a_memory_in_its_unit(column, cell, gib, tmp_path):
     ("column", "cell", "sequences"),
     [
         ("Global batch", "1M tokens", 128),
+        ("Global batch", "256K tokens", 32),
         ("Global batch", "1048576 tokens", 128),
         ("Batch size (M tokens)", "1.05", 128),
         ("Global batch", "128 sequences", 128),
@@ -425,6 +434,8 @@ def test_a_batch_of_tokens_or_sequences(column, cell, sequences, tmp_path):
     [
         ("", {"Techniques": "FSDP + torch.compile + Float8"}, "float8", 1),
         ("", {"Remarks": "all layers"}, "bfloat16", 1),
+        ("", {"Remarks": "fp32 gradients"}, "bfloat16", 1),
+        ("", {"Remarks": "FP32"}, "float32", 1),
         ("bf16", {"Notes": "float8 products"}, "precision is `bf16 or fp8`: two number types", 1),
         ("Local batch size 2 on 8 GPUs", {"Precision": "BF16", "Notes": "fp8"}, "bfloat16", 2),
     ],

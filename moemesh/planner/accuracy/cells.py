@@ -192,22 +192,21 @@ def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]
 
 def _objects(text: str) -> list[dict[str, str]]:
     """The objects of a JSON list, or of JSON on every line, with their values as cells; none in any
-    other text."""
-    if text.lstrip()[:1] not in ("[", "{"):
+    other text. Raises csv.Error for invalid JSON."""
+    if re.match(r'\s*\[?\s*\{\s*"', text) is None:
         return []
-    try:
-        parsed: object = parse_json(text)
-    except ValueError:
-        parsed = text.splitlines()
-    values: list[object] = cast("list[object]", parsed) if isinstance(parsed, list) else [parsed]
-    records: list[dict[str, str]] = []
-    for value in values:
-        if isinstance(value, str) and not value.strip():
-            continue
+    is_list = text.lstrip().startswith("[")
+    is_whole = is_list or "\n{" not in text.strip()
+    values: list[object] = []
+    for number, line in enumerate([text] if is_whole else text.splitlines(), start=1):
         try:
-            record: object = parse_json(value) if isinstance(value, str) else value
-        except ValueError:
-            return []
+            if line.strip():
+                values.append(parse_json(line))
+        except ValueError as error:
+            place = "" if is_whole else f"line {number}: "
+            raise csv.Error(f"{place}JSON that cannot be read: {error}") from error
+    records: list[dict[str, str]] = []
+    for record in cast("list[object]", values[0]) if is_list else values:
         if not isinstance(record, dict):
             return []
         items = cast("dict[str, object]", record).items()

@@ -11,7 +11,7 @@ from moemesh.planner.accuracy.cells import measured_in, whole_in
 
 #: Relative rounding of printed times and rates.
 ROUNDED = 0.02
-#: Tokens of a binary M over those of a decimal one.
+#: Tokens of a binary M over those of a decimal one; its root is that of a K.
 _BINARY = 2**20 / 1e6
 
 
@@ -68,8 +68,8 @@ def batch(row: Mapping[str, str]) -> str:
 
 def _whole_batch(sequences: float, multiple: int) -> str:
     """The number near `sequences` that `multiple` divides; "" if none is near. A power of two of
-    tokens is often printed with a binary M."""
-    for exact in (sequences * _BINARY, sequences):
+    tokens is often printed with a binary K or M."""
+    for exact in (sequences * _BINARY, sequences * _BINARY**0.5, sequences):
         number = max(round(exact / multiple), 1) * multiple
         if abs(number / exact - 1) < (1e-9 if exact > sequences else ROUNDED):
             return str(number)

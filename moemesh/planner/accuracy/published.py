@@ -238,7 +238,9 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
         facts["hardware"] = hardware
     if "precision" not in columns:
         for row in rows:
-            if types := number_types(row.get("notes", "")):
+            types = number_types(note := row.get("notes", ""))
+            # Beside other words one of 32 bits is that of gradients, sums or the optimizer.
+            if types and ("32" not in types or len(note.split()) == 1):
                 row["precision"] = number_types(f"{types} {facts.get('precision', '')}")
     rows = [with_model(facts | row, entries) for row in rows]
     known = {*columns, *facts, *(rows[0] if rows else ())}
