@@ -25,6 +25,8 @@ MOST_EXPERTS, MOST_LOADS = 2**14, 2**24
 #: Keys of loads and of a placement in a file.
 LOAD_KEYS = ("loads", "weight", "tokens_per_expert", "logical_count", "expert_load")
 PLACEMENT_KEYS = ("physical_to_logical",)
+#: Keys of every line of a run's loads.
+_RUN_KEYS = {"step", "steps", "tokens_per_expert"}
 #: Headers of columns that number layers, experts, and steps or ranks, whose loads are summed.
 _LAYERS, _EXPERTS, _SUMMED = (
     tuple(f"{name}{end}" for name in names for end in ("", "s", "_id", "_index", "_idx", "_number"))
@@ -476,7 +478,8 @@ def _read_lines(path: Path, keys: tuple[str, ...]) -> Any:
                     rows.append(parse_json(line))
                 except ValueError as error:
                     raise BalanceError(f"{path}: line {number}: {error}") from error
-                if rows[0] == {} or (isinstance(rows[0], dict) and "steps" in rows[0]):
+                is_run = isinstance(rows[0], dict) and rows[0].keys() >= _RUN_KEYS
+                if is_run or rows[0] == {}:
                     return _read_run(path, keys)
     return rows or _read_run(path, keys)
 

@@ -404,6 +404,7 @@ def test_tables_of_other_shapes(text: str, loads: list, note: str, tmp_path: Pat
          [[6, 5]]),
         ("a.jsonl", "[1, 2]\n\n[3, 4]\n", [[1, 2], [3, 4]]),
         ("a.jsonl", "0\n5\n", [[0, 5]]),
+        ("a.jsonl", '{"steps": 9, "layer": 0, "loads": [1, 2]}\n', [[1, 2]]),
         ("a.jsonl", '{"step": 0, "layer": 0, "e1": 1, "e0": 2}\n', [[2, 1]]),
     ],
 )  # fmt: skip
