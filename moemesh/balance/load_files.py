@@ -127,7 +127,7 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
 
 
 def _refuse_large(path: Path, num_layers: int, num_experts: int) -> None:
-    """Raise BalanceError for loads that no placement in reasonable time is for."""
+    """Raise BalanceError for more loads than can be placed in reasonable time."""
     if num_experts > MOST_EXPERTS or num_layers * num_experts > MOST_LOADS:
         raise BalanceError(
             f"{path}: {num_layers:,} layer(s) of {num_experts:,} experts: a layer may have "

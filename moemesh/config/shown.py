@@ -42,7 +42,7 @@ class Shown:
 
 
 def _differs(value: Any, default: Any) -> bool:
-    """Whether a value is not its default; an array of several numbers never is."""
+    """Whether a value differs from its default; an array with dimensions always does."""
     differs = value != default
     return bool(getattr(differs, "shape", ())) or bool(differs)
 

@@ -166,8 +166,9 @@ class Holdings:
             size, distance = view[name], prod(view[axis] for axis in inner)
             nodes = size
             if distance < (node := self.ranks_per_node):
-                # Groups begin `distance` ranks in a row, in blocks of `size * distance` ranks: the
-                # offset in its node of the last rank that begins one.
+                # Of every `size * distance` ranks the first `distance` are first ranks of groups.
+                # The group whose first rank is nearest to the end of its node spans most nodes:
+                # `last` is the offset of that rank in the node.
                 repeat = gcd(size * distance, node)
                 last = node - 1 - max(repeat - distance, 0)
                 nodes = (last + (size - 1) * distance) // node + 1

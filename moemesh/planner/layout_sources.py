@@ -474,7 +474,7 @@ def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[
 
 
 def _both(key: str, value: object, message: str, other: str) -> Problem:
-    """Problem of two keys of a plan with one subject."""
+    """Problem of two keys of a plan that give different values to one fact."""
     return Problem.of("conflict", f"plan.{key}", value, message, f"leave {key} out, or {other}")
 
 

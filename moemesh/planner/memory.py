@@ -128,8 +128,8 @@ def _rebuilds_layers(layout: PlannedLayout) -> bool:
 
 
 def _kept(layout: PlannedLayout, content: RankContent, chunks: ChunkBytes) -> list[Number]:
-    """Bytes that one microbatch keeps on each stage of a rank, whose recomputed layers are evenly
-    many on each stage."""
+    """Bytes that one microbatch keeps on each stage of a rank. Each of the stages recomputes the
+    same number of layers."""
     limit = layout.recompute_layers
     limit = None if limit is None else limit / len(content.chunks)
     return [chunks.chunk(chunk, limit) for chunk in content.chunks]

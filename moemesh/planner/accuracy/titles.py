@@ -52,7 +52,8 @@ def title_facts(
 
 
 def number_types(text: str) -> str:
-    """The number types in a title or a remark, "bf16 or fp8"; one of 32 bit counts alone."""
+    """The number types in a title or a remark, "bf16 or fp8"; one of 32 bits only if the text names
+    no other."""
     words = (word.strip(",;:.()[]*#").lower() for word in text.split())
     formats = {
         word.replace("bfloat", "bf").replace("float", "fp")

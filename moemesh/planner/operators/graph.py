@@ -231,8 +231,8 @@ def solve(graph: OperatorGraph, *, byte_price: float = 0.0, in_flight: float = 1
 
 
 def least_seconds(graph: OperatorGraph) -> dict[str, float]:
-    """Least seconds of one copy of each group, whatever the others take: what no assignment
-    undercuts."""
+    """Lower bound of the seconds of one copy of each group under any assignment: the least if the
+    operators of all other groups cost nothing."""
     least: dict[str, float] = {}
     for group in dict.fromkeys(operator.group for operator in graph.operators):
         edges = [edge for edge in graph.edges if edge.group == group]

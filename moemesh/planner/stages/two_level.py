@@ -238,7 +238,7 @@ class TwoLevelSearch:
         best: tuple[StageMesh, Division] | None = None
         needed: dict[int, float] = {}
         for mesh in self.meshes:
-            # The bound is at most the seconds without a cap, and computed if these are too long.
+            # The bound takes time to compute and is at most the seconds without a memory cap.
             limit = np.inf if best is None else best[1].seconds
             if mesh.unlimited_seconds >= limit and mesh.lower_bound >= limit:
                 continue
