@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -100,6 +101,24 @@ def test_a_value_of_which_transformers_makes_no_model(
         load_run([], [f"model.path={tmp_path}"], {})
     (problem,) = raised.value.problems
     assert problem.key == fault and "version" not in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "fix"),
+    [
+        ("raise ImportError('it needs PIL\\nrestart')", "ImportError: it needs PIL", "the package"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9", "more memory"),
+    ],
+)
+def test_a_model_that_fails_for_another_reason_than_its_values(
+    code: str, words: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = "moemesh.config.huggingface.architecture.python_command"
+    monkeypatch.setattr(place, lambda _: [sys.executable, "-c", code])
+    with pytest.raises(ConfigError, match=words) as raised:
+        read_architecture({**values_of("gpt2"), "note": code})
+    assert fix in raised.value.problems[0].fix and "mend" not in raised.value.problems[0].fix
 
 
 # An unknown name has a second problem, that of our own reading, with the nearest name.

@@ -153,8 +153,15 @@ def _read(text: str, installed: str) -> Architecture:
         problem = json.loads(answer)
         raise ConfigError([Problem(**problem)])
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise _unbuildable(values, installed, last[0].strip())
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        # The values are not at fault if a package is missing or the process was killed.
+        missing = [line for line in lines if re.match(r"(Import|ModuleNotFound)Error\b", line)]
+        if missing or done.returncode < 0:
+            reason = (missing or [f"killed by signal {-done.returncode}"])[-1]
+            fix = "more memory, or another version of transformers"
+            fix = "install the package that is missing" if missing else fix
+            raise _refusal(kind, f"transformers {installed} cannot build this model: {reason}", fix)
+        raise _unbuildable(values, installed, lines[-1].strip())
     architecture = Architecture.from_json(answer)
     with suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
