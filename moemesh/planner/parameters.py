@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Literal, NamedTuple
 
+from moemesh.config.rules import MIRRORED_SCHEDULES
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 
@@ -197,7 +198,9 @@ def hardware_flops(shape: ModelShape, layout: PlannedLayout, convention: Convent
     """
     flops, recompute = count_flops(shape, layout.seq_len, convention), layout.recompute
     limit = layout.recompute_layers
-    share = 1.0 if limit is None else min(limit * layout.pp / shape.num_layers, 1.0)
+    # A rank of two pipes has layers of both.
+    pipes = 2 if layout.schedule in MIRRORED_SCHEDULES and layout.pp > 1 else 1
+    share = 1.0 if limit is None else min(limit * layout.pp / (pipes * shape.num_layers), 1.0)
     is_flash = layout.attention_kernel in ("flash", "first_flash")
     scores = is_flash * shape.query_head_dim / (shape.query_head_dim + shape.value_head_dim)
     cores = repeated = 0.0

@@ -208,6 +208,19 @@ def test_latent_attention_multiplies_its_whole_heads_in_training() -> None:
     assert core_flops(shape, 4096, 0, "full") == 2 * 4096 * 128 * (192 + 128)
 
 
+@pytest.mark.parametrize(("schedule", "of_rank"), [("1f1b", 4), ("dualpipe", 8)])
+def test_some_layers_of_a_rank_are_recomputed(schedule: str, of_rank: int) -> None:
+    """Of 16 layers on 4 ranks; a rank of DualPipe has those of two stages."""
+    layout = PlannedLayout(
+        pp=4, schedule=schedule, seq_len=128, global_batch=8, recompute=frozenset({"full"})
+    )
+    none, half, whole = (
+        hardware_flops(gpt(16, 64, 4), layout.changed(recompute_layers=number), "full")
+        for number in (0, of_rank // 2, of_rank)
+    )
+    assert none < half and half - none == pytest.approx(whole - half)
+
+
 def test_adapters_leave_out_the_gradients_of_the_weights() -> None:
     """Products cost two forwards instead of three, attention cores three."""
     shape = load_model("qwen3-30b-a3b").shape
