@@ -210,7 +210,7 @@ def test_sizes_of_a_plan_hold_without_options(tmp_path) -> None:
     path.write_text('[plan]\ndp=2\n[data]\nseq_len=32\nglobal_batch=4\n[train]\ndtype="float32"')
     layout = read_plan(str(path)).layout
     assert (layout.seq_len, layout.global_batch, layout.dtype) == (32, 4, "float32")
-    # Options replace the sizes of a run's data, which are no part of its plan.
+    # Options replace the sizes of a run's data, which lie outside of its plan.
     assert read_plan(str(path), seq_len=64).layout.seq_len == 64
     held = Holdings.named(str(path), "tiny", seq_len=64, global_batch=2)
     assert (held.seq_len, held.global_batch) == (64, 2)

@@ -210,7 +210,7 @@ def test_latent_attention_multiplies_its_whole_heads_in_training() -> None:
 
 @pytest.mark.parametrize(("schedule", "of_rank"), [("1f1b", 4), ("dualpipe", 8)])
 def test_some_layers_of_a_rank_are_recomputed(schedule: str, of_rank: int) -> None:
-    """Of 16 layers on 4 ranks; a rank of DualPipe has those of two stages."""
+    """Sixteen layers on 4 ranks; a rank of DualPipe has those of two stages."""
     layout = PlannedLayout(
         pp=4, schedule=schedule, seq_len=128, global_batch=8, recompute=frozenset({"full"})
     )
