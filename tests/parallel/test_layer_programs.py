@@ -101,6 +101,12 @@ REDUCTIONS: list[Callable[[Tensor], Any]] = [
     lambda g: torch._foreach_norm(torch._foreach_add([g.as_subclass(Tensor)], [g]))[0],
     lambda g: g.flatten(1).norm(dim=1).max(),
     lambda g: g.abs().sum(-1).mean(dim=1).mean(),
+    # Formatted, of integers, of matrices, and of a list given by name.
+    lambda g: float(f"{g.norm():.12f}"),
+    lambda g: (g > 0).int().sum(),
+    lambda g: torch.linalg.matrix_norm(g.flatten(1)),
+    lambda g: torch.linalg.matrix_norm(g).norm(),
+    lambda g: torch._foreach_abs(self=[g])[0].sum(),
 ]
 #: Numbers of one rank, which are not combined.
 REFUSED: list[Callable[[Tensor], Any]] = [
@@ -112,6 +118,8 @@ REFUSED: list[Callable[[Tensor], Any]] = [
     lambda g: nn.functional.cosine_similarity(g.flatten(), g.flatten(), dim=0),
     lambda g: nn.functional.normalize(g.flatten(), dim=0),
     lambda g: torch.norm(g.flatten(1), "nuc"),
+    lambda g: torch.linalg.norm(g.flatten(1), 2),
+    lambda g: torch.linalg.matrix_norm(g.flatten(1), ord=1),
 ]
 
 

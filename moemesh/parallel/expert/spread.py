@@ -165,7 +165,7 @@ _OVER_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": torch.all,
     "any": torch.any,
 }
-_NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
+_NORMS = ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm")
 #: Functions that may return one element without a reduction.
 _SELECTIONS = (
     *("__getitem__", "select", "narrow", "index_select", "take", "gather", "masked_select"),
@@ -182,7 +182,7 @@ _OWN_SIZE = (
     "math.prod(grad.shape), or grad.as_subclass(torch.Tensor)"
 )
 #: Names of the first parameter of torch's functions.
-_FIRST = ("input", "tensors")
+_FIRST = ("input", "tensors", "self")
 _JOINED = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "column_stack")
 
 
@@ -270,6 +270,9 @@ class SpreadGradient(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
 
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
@@ -308,7 +311,7 @@ def _result(
         return _over_ranks(name, result, gradient, args, kwargs)
     has_all = result.numel() == gradient.numel()
     keeps_experts = is_known and dims is not None and 0 in dims and result.ndim > 0
-    if (has_all or keeps_experts) and (result.is_floating_point() or result.dtype == torch.bool):
+    if has_all or keeps_experts:
         is_mixed = any(getattr(operand, "is_mixed", False) for operand in operands)
         return SpreadGradient.of(result, gradient.ranks, is_mixed)
     return result
@@ -322,7 +325,8 @@ def _dims_kept(
     if gradient.ndim == 1:
         return set()
     position = 2 if name in _NORMS else 1
-    dims = kwargs.get("dim", args[position] if len(args) > position else None)
+    default = (-2, -1) if name == "linalg_matrix_norm" else None
+    dims = kwargs.get("dim", args[position] if len(args) > position else default)
     if dims is None or dims == () or dims == [] or isinstance(dims, bool):
         return None
     dims = [dims] if isinstance(dims, int) else dims
@@ -346,9 +350,13 @@ def _over_ranks(
     if torch.compiler.is_compiling():
         # A graph would reduce twice. After the exception torch runs the caller uncompiled.
         raise LayerError("reductions of gradients of experts over ranks are not compiled")
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    order = 2 if order in (None, "fro") else order
-    is_norm = name in _NORMS and not isinstance(order, str)
+    order, is_norm = 2, name in _NORMS
+    if is_norm:
+        given = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+        order = 2 if given in (None, "fro") else given
+        # Of a matrix, all other orders of these two are norms of it as an operator.
+        is_matrix = name == "linalg_matrix_norm" or (name == "linalg_norm" and gradient.ndim == 2)
+        is_norm = given in (None, "fro") or not (isinstance(given, str) or is_matrix)
     if gradient.is_mixed or not (name in _OVER_RANKS or is_norm):
         raise LayerError(_not_combined(name, gradient))
     flat = result.view(1)
