@@ -497,12 +497,16 @@ def mistake_on_rank_1(rank: int, folder: str) -> None:
     with pytest.raises(CheckpointError, match="different check_replicas, in rank order: False, T"):
         mm.save_checkpoint(folder, good, step=1, check_replicas=bool(rank))
     # The first rank alone looks for the newest step, and warns of those that it skips.
-    fails = OSError(5, "Input/output error") if rank == 0 else AssertionError("another rank looks")
-    with (
-        patch.object(store, "latest", side_effect=fails),
-        pytest.raises(CheckpointError, match=r"rank 0: \[Errno 5\] Input/output error"),
+    for fails, words in (
+        (OSError(5, "Input/output error"), r"rank 0: \[Errno 5\] Input/output error"),
+        (TimeoutError(), "rank 0: TimeoutError"),  # without a text
     ):
-        mm.load_checkpoint(folder)
+        looks = fails if rank == 0 else AssertionError("another rank looks")
+        with (
+            patch.object(store, "latest", side_effect=looks),
+            pytest.raises(CheckpointError, match=words),
+        ):
+            mm.load_checkpoint(folder)
     assert mm.load_checkpoint(folder, into) == {"w": into["w"], "n": 1}
     assert torch.equal(into["w"], weights)
     if rank == 0:

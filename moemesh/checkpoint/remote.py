@@ -194,10 +194,11 @@ class RemotePath:
         """Calls the client; its own exceptions become OSError, which a save treats as a disk's."""
         try:
             return work(*args, **keys)
-        except OSError:
-            raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            # The timeout of fsspec is an OSError without a text.
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                raise
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise OSError(errno.EIO, reason, str(self)) from error
 
 

@@ -77,8 +77,9 @@ def on_all(axis: Axis) -> Iterator[None]:
         yield
     except Exception as error:
         cause = error
-        is_named = isinstance(error, (CheckpointError, OSError))
-        problem = str(error) if is_named else f"{type(error).__name__}: {error}"
+        problem = str(error) if isinstance(error, (CheckpointError, OSError)) else ""
+        # TimeoutError() has no text.
+        problem = problem or f"{type(error).__name__}: {error}".removesuffix(": ")
     for index, other in enumerate(gather_json(problem, axis)):
         if other and axis.size == 1:
             raise CheckpointError(other) from cause

@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.memory import MemoryFileSystem
 
 import moemesh
@@ -268,12 +269,20 @@ def test_a_store_that_does_not_answer_is_no_damage(
         latest(folder, never)
 
 
-def test_errors_of_clients_are_errors_of_the_disk() -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("AccessDenied"), "RuntimeError: AccessDenied: "),
+        (FSTimeoutError(), "FSTimeoutError: "),
+        (FileNotFoundError(), "^$"),
+    ],
+)
+def test_errors_of_clients_are_errors_of_the_disk(error: Exception, message: str) -> None:
     def fail(*args: object, **keys: object) -> None:
-        raise RuntimeError("AccessDenied")
+        raise error
 
     path = RemotePath(fsspec.filesystem("memory"), "/bucket/run")
-    with pytest.raises(OSError, match="RuntimeError: AccessDenied"):
+    with pytest.raises(OSError, match=message):
         path._call(fail)
 
 
