@@ -103,14 +103,19 @@ def needed(overrides: Sequence[str]) -> list[str]:
     records shorter by the defaults; all of them if that cannot be shown."""
     whole = load_run([], overrides).config
     sources = [text for text in overrides if text.startswith(("model.preset=", "model.path="))]
-    defaults = set(overrides_of(load_run([], sources).config))
     follow = tuple(f"{key}=" for key in FOLLOWING)
-    changes = [
-        text
-        for text in overrides
-        if text not in defaults or text in sources or text.startswith(follow)
-    ]
-    return changes if load_run([], changes).config == whole else list(overrides)
+    try:
+        defaults = set(overrides_of(load_run([], sources).config))
+        changes = [
+            text
+            for text in overrides
+            if text not in defaults or text in sources or text.startswith(follow)
+        ]
+        if load_run([], changes).config == whole:
+            return changes
+    except ConfigError:  # a source with the defaults: a vocabulary too small for bytes
+        pass
+    return list(overrides)
 
 
 def overrides_of(config: RunConfig) -> list[str]:

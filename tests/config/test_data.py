@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,15 @@ def test_what_differs_from_the_defaults_is_enough(given: list[str]) -> None:
     changes = needed(overrides_of(config))
     assert set(changes) == {'model.preset="tiny"', *given}
     assert load_run([], changes).config == config
+
+
+def test_all_settings_are_given_if_the_model_is_refused_with_the_defaults(tmp_path: Path) -> None:
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 9}
+    shape |= {"num_key_value_heads": 1, "max_position_embeddings": 128}
+    config = {"model_type": "mixtral", "intermediate_size": 8, "num_local_experts": 2, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = [f"model.path={tmp_path}", "data.tokenizer=words"]
+    overrides = overrides_of(load_run([], given, {}).config)
+    with pytest.raises(ConfigError, match="below the 256 ids"):
+        load_run([], given[:1], {})
+    assert needed(overrides) == overrides
