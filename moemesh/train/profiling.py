@@ -85,7 +85,12 @@ class ProfiledSteps:
         self._taken += len(steps)
         if self._taken < ends[-1]:
             return finished
-        # Stop the profiler, and write the trace of this rank and its notes.
+        self._write()
+        raise ProfileTaken
+
+    def _write(self) -> None:
+        """Stop the profiler, and write the trace of this rank and its notes; all ranks call."""
+        mesh = self._session.mesh
         del mesh.ledger.record  # which hid the method of the class
         self._profile.stop()
         rank, folder = mesh.rank, self._session.folder.path / FOLDER
@@ -106,7 +111,7 @@ class ProfiledSteps:
             "host": socket.gethostname(),
             "boot": boot_name(),
             "trace": file.name,
-            "num_steps": self._taken - num_unprofiled,
+            "num_steps": self._taken - WARM_UP - PLAIN,
             "readings": readings,
             # The recorder's clock is monotonic, the profiler's is the calendar.
             "epoch_minus_monotonic": time.time() - time.monotonic(),
@@ -116,7 +121,6 @@ class ProfiledSteps:
             "waited": None if not on_cpu else min(self._waited / self._seconds, 1.0),
         }
         file.with_suffix(".notes.json").write_text(json.dumps(notes), encoding="utf-8")
-        raise ProfileTaken
 
     def is_stopping(self) -> bool:
         """See :class:`Steps`."""
