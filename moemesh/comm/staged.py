@@ -8,6 +8,8 @@ host and back; on every other axis a call is torch's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -50,6 +52,12 @@ class PendingWork:
         if self._then is not None:
             self._then()
             self._then = None
+
+    def fail(self) -> None:
+        """Let all waits for operations of the group fail: on gloo a wait that times out does."""
+        for work in list(self._works):
+            with suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
 
     def is_completed(self) -> bool:
         """Whether the operations are known to be over; of a message on gloo, only after a wait."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ from moemesh.comm.collectives import barrier
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.point_to_point import Channels as RealChannels
 from moemesh.config.layout import Layout
+from moemesh.parallel.pipeline import messenger
 from moemesh.parallel.pipeline.messenger import AHEAD, OrderedMessenger, Wire
 from moemesh.parallel.pipeline.program import TensorSpec
 from moemesh.schedule.action import Op
@@ -48,9 +50,9 @@ def test_a_receive_that_occupies_the_device_is_started_when_it_is_needed(
 ) -> None:
     channels: Any = Channels(tagged=tagged)
     program: Any = Program()
-    messenger = OrderedMessenger(one_f_one_b(2, 8), channels)
+    ordered = OrderedMessenger(one_f_one_b(2, 8), channels)
     for microbatch in range(3):
-        messenger.take(program, Op("F", 1, microbatch))
+        ordered.take(program, Op("F", 1, microbatch))
         assert channels.num_received == microbatch + 1 + ahead
 
 
@@ -81,3 +83,20 @@ def _received_sends(mesh: Mesh) -> list[float]:
 def test_a_send_that_has_arrived_is_freed_before_the_step_ends() -> None:
     _, received = mesh_on_ranks(Layout(pp=2), _received_sends)
     assert received == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] * 2
+
+
+def _threads_after_a_step_that_raised(mesh: Mesh) -> list[str]:
+    """Rank 0 sends what rank 1 does not receive. Its exit ends the thread that waits: one that came
+    back later, while the interpreter ends, would abort the process."""
+    wire = Wire(RealChannels(mesh, "pp", [(0, 1)]))
+    if mesh.rank == 0:
+        wire.send([torch.zeros(1 << 20)] * 2, 1, "F")
+    barrier(mesh["world"])
+    if mesh.rank == 0:
+        messenger._end_threads()
+    return [thread.name for thread in threading.enumerate() if "_wait" in thread.name]
+
+
+def test_the_end_of_a_process_ends_the_wait_for_sends() -> None:
+    ended = mesh_on_ranks(Layout(pp=2), _threads_after_a_step_that_raised, fresh=True)
+    assert ended == [[], []]

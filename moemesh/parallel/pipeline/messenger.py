@@ -6,11 +6,13 @@ receive and those of a few later messages, not of all: each holds a buffer.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -65,8 +67,9 @@ class Wire:
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
         self._sending: list[tuple[PendingWork, Tensor]] = []
-        #: Sends of the step for the thread; None ends it.
-        self._queue: SimpleQueue[Send | None] | None = None
+        #: Thread of the step, and its sends; None ends it.
+        self._thread: threading.Thread | None = None
+        self._queue: SimpleQueue[Send | None] = SimpleQueue()
         self._started: deque[Send] = deque()
         self._failure: BaseException | None = None
 
@@ -84,19 +87,20 @@ class Wire:
             self._sending = [(work, x) for work, x in self._sending if not work.is_completed()]
             self._sending.append((work, tensor))
             return
-        if self._queue is None:
-            self._queue = SimpleQueue()
+        if self._thread is None:
             # A daemon: if another rank has failed, its wait may never end.
-            threading.Thread(target=self._wait, args=(self._queue,), daemon=True).start()
+            self._thread = threading.Thread(target=self._wait, daemon=True)
+            self._thread.start()
+            _WAITING.add(self)
         send = Send(work, [tensor], threading.Event())
         while self._started and self._started[0].done.is_set():
             self._started.popleft()
         self._started.append(send)
         self._queue.put(send)
 
-    def _wait(self, sends: SimpleQueue[Send | None]) -> None:
+    def _wait(self) -> None:
         """Wait for each send, and free its tensor."""
-        while (send := sends.get()) is not None:
+        while (send := self._queue.get()) is not None:
             try:
                 if self._failure is None:
                     send.work.wait_aside()
@@ -132,9 +136,36 @@ class Wire:
             if self._failure is not None:
                 raise self._failure
             progress.left()
-        if self._queue is not None:
+        if self._thread is not None:
             self._queue.put(None)
-            self._queue = None
+            self._thread.join()
+            self._thread = None
+            _WAITING.discard(self)
+
+    def give_up(self) -> None:
+        """End the thread of a step that has raised, and with it all waits of the group."""
+        assert self._thread is not None
+        self._queue.put(None)
+        for _ in range(20):
+            # The end of a send is given to one wait: that of the thread may need another failure.
+            if pending := next((send for send in self._started if not send.done.is_set()), None):
+                pending.work.fail()
+            self._thread.join(0.1)
+            if not self._thread.is_alive():
+                break
+        self._thread = None
+        _WAITING.discard(self)
+
+
+#: Wires with a thread.
+_WAITING: WeakSet[Wire] = WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that came back from gloo while the interpreter ends would abort the process."""
+    for wire in list(_WAITING):
+        wire.give_up()
 
 
 def _phase(kind: str) -> str:
