@@ -16,7 +16,7 @@ from tests.hub.families import random_model
 from tests.huggingface.conversations import add_tokenizer, write_sums
 from tests.huggingface.tiny import save
 from tests.planner.published_configs import WITH_EXPERTS
-from tests.train.runs import said
+from tests.train.runs import moemesh, said
 
 pytestmark = pytest.mark.documents
 
@@ -125,8 +125,8 @@ def test_a_recipe_is_accepted_and_fits(name: str, tmp_path: Path) -> None:
     path = RECIPES / f"{name}.toml"
     # The data of a test are too few for a step of such a run.
     assert f"ok: {DEVICES[name]} rank" in said("config", "check", "--elsewhere", path, cwd=tmp_path)
-    words = ["estimate", "--config", path, "--cluster", TABLE[name].cluster, "--json"]
-    memory = json.loads(said(*words, cwd=tmp_path))["memory"]
+    words = ["estimate", "--config", str(path), "--cluster", TABLE[name].cluster, "--json"]
+    memory = json.loads(moemesh(*words, cwd=tmp_path).stdout)["memory"]
     assert memory["fits"]
     device = TABLE[name].device_bytes or memory["device_bytes"]
     assert memory["needed_bytes"] < 0.95 * device
