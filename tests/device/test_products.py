@@ -108,14 +108,14 @@ def test_compiled_rotations_and_cross_entropy_are_those_as_written() -> None:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    rotated = torch.compile(rope._rotated, dynamic=True)
+    rotated = torch.compile(rope._rotate_one, dynamic=True)
     functions = (cross_entropy._chunk_gradient, cross_entropy._with_chunk)
     gradient, with_chunk = (torch.compile(f.__wrapped__, dynamic=True) for f in functions)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)):
         for rows, columns in ((16, 40), (33, 24)):  # compiled once for both
             x, tables = draw(2, rows, 3, 10).to(dtype), draw(2, rows, 1, 8).to(dtype).unbind()
             for options in itertools.product((False, True), repeat=2):
-                pair = rotated(x, *tables, *options), rope._rotated(x, *tables, *options)
+                pair = rotated(x, *tables, *options), rope._rotate_one(x, *tables, *options)
                 torch.testing.assert_close(*pair, rtol=tolerance, atol=4 * tolerance)
             lse, grad, target = draw(rows).exp() + 3, draw(rows), draw(rows)
             place = torch.randint(columns, (rows,), generator=generator), draw(rows) > 0
